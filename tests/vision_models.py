@@ -19,6 +19,7 @@ VOCAB = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253
 FIRST_SPECIAL = 250
 BREAK, LAST = 248, 249  # what ends the lines of an image, and its last one
+VIDEO_START, VIDEO_END = 245, 246  # around the frames of a video that the model sees as images
 PATCH_LEN = 3 * 2 * 4 * 4
 SQUARE: Grid = (1, 8, 8)  # the one grid of Gemma 3's images
 # Grids of images that are seen whole, 4 to 16 tokens.
@@ -73,6 +74,17 @@ STATES: dict[str, Any] = {
 IN_ORDER: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
 }
+# Of GLM-4V's, which turn half of each head: in the dense one neighbours turn together, in the mixture they don't.
+IN_PART: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+    },
+}  # fmt: skip
+GLM_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 4, "topk_group": 2,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True,
+}  # fmt: skip
 # Of decoders whose images are told by lines.
 IN_LINES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": None}
 GROWING: dict[str, Any] = {
@@ -110,6 +122,12 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration, WHOLE),
     "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration, AHEAD_IN_WINDOWS),
     "gemma4_small": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration, OF_LAYERS),
+    "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration, IN_PART),
+    "glm4v_moe": (
+        transformers.Glm4vMoeConfig,
+        transformers.Glm4vMoeForConditionalGeneration,
+        IN_PART | GLM_EXPERTS,
+    ),
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
@@ -124,6 +142,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 WITH_LINES = ("mistral", "ministral3")
 OF_GEMMA4 = ("gemma4", "gemma4_small")
+OF_GLM = ("glm4v", "glm4v_moe")
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -153,6 +172,13 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
         for kind in OF_GEMMA4
     },
+    **{
+        kind: {
+            "depth": 4, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64,
+            "patch_size": 4, "image_size": 20,
+        }
+        for kind in OF_GLM
+    },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
 MERGES = dict.fromkeys(OF_GEMMA4, 3)  # patches along the sides of a token, unless two
@@ -181,6 +207,9 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
         ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
     if kind in OF_GEMMA4:
         ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
+    if kind in OF_GLM:
+        ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START}
+        ids |= {"image_end_token_id": END, "video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END}
     if kind in WITH_LINES:
         text["model_type"] = kind
     state = torch.random.get_rng_state()
@@ -247,12 +276,14 @@ def request(
     max_tokens: int = 8,
     is_video: bool = False,
     apart: float | None = None,
+    as_images: bool = False,
     text_seed: int | None = None,
     **params: Any,
 ) -> Request:
     """Text with images of `grids` between it. The same `seed` gives the same images, `text_seed` the same text.
 
-    `apart`: they are one run of a video's frames, whose times are so many positions apart.
+    `apart`: they are one run of a video's frames, whose times are so many positions apart. `as_images`: they are frames
+    of a video whose placeholders are those of images.
     """
     rng = np.random.default_rng(seed if text_seed is None else text_seed)
     ids: list[int] = rng.integers(5, 240, 4).tolist()
@@ -265,10 +296,12 @@ def request(
             ids += [VIDEO] * item.length
         ids.append(END)
         grids = ()
+    ids += [VIDEO_START] * as_images
     for i, grid in enumerate(grids):
         items.append(image(len(ids) + 1, grid, 100 * seed + i))
         ids += [START, *[VIDEO if is_video else IMAGE] * items[-1].length, END]
         ids += rng.integers(5, 240, rng.integers(1, 5)).tolist()
+    ids += [VIDEO_END, 17] * as_images
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
     return Request(request_id, ids, sampling, media=tuple(items))
 
@@ -276,7 +309,7 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith(("qwen2", "mistral3"))
+    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm4v"))
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)
@@ -310,10 +343,16 @@ def places_of(media: Sequence[MediaItem]) -> dict[str, Any]:
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
+def types_of(ids: Any) -> Any:
+    """What transformers calls the types of tokens `[1, n]`: 1 of images, 2 of videos."""
+    is_within = (ids == VIDEO_START).cumsum(1) > (ids == VIDEO_END).cumsum(1)
+    return ((ids == IMAGE) * (1 + is_within.int()) + 2 * (ids == VIDEO)).int()
+
+
 def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.ndarray:
     """transformers' logits `[n, V]` of the prompt and the answer."""
     ids = torch.tensor([[*request.prompt_ids, *answer]])
-    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    types = types_of(ids)
     media: dict[str, Any] = {}
     if model.config.model_type in ("mistral3", "gemma3", "gemma4"):
         media = pictures(model, request.media) if request.media else {}
@@ -328,7 +367,7 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
     if request.media:
         pixels = normalized(model, request.media)
         grids = [item.grid for item in request.media]
-        if VIDEO in request.prompt_ids:
+        if 2 in types:
             frames = (len(grids), *grids[0][1:])
             media = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([frames])}
             if model.config.model_type == "qwen2_5_vl":

@@ -8,10 +8,10 @@ of each of a prompt's tokens, which follow from the grids alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,11 @@ import numpy.typing as npt
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.requests.media import Grid, MediaItem, patches_of
 
-NUM_TAPS = 4
-PLACES = 2 + 2 * NUM_TAPS + 2  # columns of `EncodeInputs.columns`
+# How patches have learned positions, if they have any: between those of a square that is spread over the image, corners
+# on corners; the same with edges on edges, by cubics; or those of rows and of columns.
+Positions: TypeAlias = Literal["square", "cubic", "axes"]
+NUM_TAPS: dict[Positions, int] = {"square": 4, "cubic": 16, "axes": 4}
+CUBIC = -0.75  # the slope that cubics have one position away from their own
 MIN_CALL_PATCHES = 256  # of the smallest call of the tower
 SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
 KEPT_GRIDS = 256  # layouts of grids that are remembered
@@ -34,7 +37,7 @@ class TowerShape:
     Attributes:
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image; 0: there are none.
-      by_axis: these are of rows and of columns; else of places in a square that is spread over the image.
+      positions: how patches have them.
       patch_len: C, numbers of a patch.
       num_layers: layers of the tower.
       window: tokens along the sides of a window; 0: the tower has none.
@@ -47,7 +50,12 @@ class TowerShape:
     num_layers: int = 1
     window: int = 0
     num_taps: int = 0
-    by_axis: bool = False
+    positions: Positions = "square"
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of `EncodeInputs.columns`."""
+        return 2 + 2 * NUM_TAPS[self.positions] + 2
 
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become."""
@@ -141,8 +149,8 @@ class EncodeInputs:
     Attributes:
       bucket: which compiled program runs it.
       pixels: `[bins, P, C]` uint8.
-      columns: `[bins, P, PLACES]` int32: row and column of each patch, 4 learned positions around it, the bits of
-        their float32 weights, which window of all it is of, and which image.
+      columns: `[bins, P, shape.num_columns]` int32: row and column of each patch, the learned positions around it, the
+        bits of their float32 weights, which window of all it is of, and which image.
       rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes behind its end.
       num_images, num_patches: real ones.
     """
@@ -197,7 +205,7 @@ class Layout(NamedTuple):
     Attributes:
       order: `[tokens]` which of the image's tokens the tower takes first, and so on: those of a window follow each
         other.
-      columns: `[h * w, PLACES - 1]` all columns but the last of its patches, in that order; windows count from 0.
+      columns: `[h * w, num_columns - 1]` all columns but the last of its patches, in that order; windows count from 0.
       num_windows: of the image.
     """
 
@@ -223,9 +231,7 @@ def layout_of(grid: Grid, shape: TowerShape) -> Layout:
     columns = np.concatenate(
         [
             np.stack([row, column], axis=1),
-            _taps_by_axis(row, column, shape.table_side)
-            if shape.by_axis
-            else _taps(row, column, grid, shape.table_side),
+            _TAPS[shape.positions](row, column, grid, shape.table_side),
             np.repeat(windows[order], merge**2)[:, None],
         ],
         axis=1,
@@ -235,13 +241,13 @@ def layout_of(grid: Grid, shape: TowerShape) -> Layout:
     return Layout(order, columns, int(windows[-1]) + 1)
 
 
-def _taps(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], grid: Grid, side: int) -> IntArray:
-    """`[n, 2 * NUM_TAPS]`: learned positions around each patch, and the bits of their weights; zeros without any.
+def _taps(row: Places, column: Places, grid: Grid, side: int) -> IntArray:
+    """`[n, 8]`: the four learned positions around each patch, and the bits of their weights; zeros without any.
 
     In float32, as the reference does: the corners of the image are those of the table.
     """
     if side == 0:
-        return np.zeros((len(row), 2 * NUM_TAPS), np.int32)
+        return np.zeros((len(row), 8), np.int32)
     y, x = (
         at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
         for at, count in zip((row, column), grid[1:], strict=True)
@@ -255,12 +261,48 @@ def _taps(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], grid: Grid, s
     return np.concatenate([taps, weights.astype(np.float32).view(np.int32)], axis=1)
 
 
-def _taps_by_axis(row: npt.NDArray[np.intp], column: npt.NDArray[np.intp], side: int) -> IntArray:
-    """The same for two tables, that of columns and then that of rows; beyond a table its last position holds."""
+def _cubic_taps(row: Places, column: Places, grid: Grid, side: int) -> IntArray:
+    """`[n, 32]`: the same with 4 x 4 positions; beyond the table those at its edge hold."""
+    (rows, of_rows), (columns, of_columns) = (
+        _cubic(at, count, side) for at, count in zip((row, column), grid[1:], strict=True)
+    )
+    taps = (side * rows[:, :, None] + columns[:, None]).reshape(len(row), 16)
+    weights = (of_rows[:, :, None] * of_columns[:, None]).reshape(len(row), 16)
+    return np.concatenate([taps, weights.view(np.int32)], axis=1)
+
+
+def _cubic(at: Places, count: int, side: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    """`[n, 4]` positions of an axis of `side` around places of `count`, and their weights; in float32, as above.
+
+    The weights are those of cubic convolution (Keys 1981, "Cubic convolution interpolation for digital image
+    processing").
+    """
+    half, one, two = np.float32(0.5), np.float32(1), np.float32(2)
+    centre = (at.astype(np.float32) + half) / np.float32(count) * two - one  # -1 to 1, from edge to edge
+    place = ((centre + one) * np.float32(side) - one) / two
+    first = np.floor(place)
+    far = np.abs(place[:, None] - first[:, None] - np.arange(-1, 3, dtype=np.float32))  # 0 to 2
+    slope = np.float32(CUBIC)
+    near = ((slope + two) * far - (slope + np.float32(3))) * far * far + one
+    outer = ((slope * far - np.float32(5) * slope) * far + np.float32(8) * slope) * far - np.float32(4) * slope
+    positions = np.clip(first.astype(np.int32)[:, None] + np.arange(-1, 3, dtype=np.int32), 0, side - 1)
+    return positions, np.where(far <= one, near, outer).astype(np.float32)
+
+
+def _taps_by_axis(row: Places, column: Places, grid: Grid, side: int) -> IntArray:
+    """As `_taps` for two tables, that of columns and then that of rows; beyond a table its last position holds."""
     none = np.zeros_like(row)
     taps = np.stack([np.minimum(column, side - 1), side + np.minimum(row, side - 1), none, none], axis=1)
     weights = np.tile(np.array([1, 1, 0, 0], np.float32), (len(row), 1))
     return np.concatenate([taps.astype(np.int32), weights.view(np.int32)], axis=1)
+
+
+Places: TypeAlias = npt.NDArray[np.intp]
+_TAPS: dict[Positions, Callable[[Places, Places, Grid, int], IntArray]] = {
+    "square": _taps,
+    "cubic": _cubic_taps,
+    "axes": _taps_by_axis,
+}
 
 
 def pack(
@@ -275,7 +317,7 @@ def pack(
     """
     size, shape = bucket.num_patches, capacity.shape
     pixels = np.zeros((bucket.num_bins, size, shape.patch_len), np.uint8)
-    columns = np.zeros((bucket.num_bins, size, PLACES), np.int32)
+    columns = np.zeros((bucket.num_bins, size, shape.num_columns), np.int32)
     columns[:, :, -2:] = PAD_SEGMENT
     rows = np.full((bucket.num_bins, shape.tokens_of(size)), capacity.num_rows + 1, np.int32)
     num_patches = 0

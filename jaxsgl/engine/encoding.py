@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsgl.batch.patches import NUM_TAPS, PLACES, EncodeBucket, EncodeInputs, EncodePart, TowerCapacity
+from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, EncodePart, TowerCapacity
 from jaxsgl.models import Decoder
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS, all_parts
 from jaxsgl.models.vision.arch import VisionArch
@@ -50,8 +50,9 @@ def make_encode(graphdef: nnx.GraphDef[Decoder], treedef: Any, num_bins: int) ->
 
 
 def patches_of_call(pixels: jax.Array, columns: jax.Array) -> Patches:
-    """What a call says of the patches of one bin: `pixels [P, C]`, `columns [P, PLACES]`."""
-    taps, weights = 2 + NUM_TAPS, 2 + 2 * NUM_TAPS
+    """What a call says of the patches of one bin: `pixels [P, C]`, and `columns` as in `EncodeInputs`."""
+    weights = columns.shape[1] - 2
+    taps = 1 + weights // 2
     return Patches(
         pixels,
         columns[:, :2],
@@ -69,7 +70,7 @@ def call_shapes(bucket: EncodeBucket, capacity: TowerCapacity, mesh: Mesh) -> tu
     shape = capacity.shape
     return (
         jax.ShapeDtypeStruct((bins, size, shape.patch_len), jnp.uint8, sharding=sharding),
-        jax.ShapeDtypeStruct((bins, size, PLACES), jnp.int32, sharding=sharding),
+        jax.ShapeDtypeStruct((bins, size, shape.num_columns), jnp.int32, sharding=sharding),
         jax.ShapeDtypeStruct((bins, shape.tokens_of(size)), jnp.int32, sharding=sharding),
     )
 
@@ -83,7 +84,7 @@ class Between(NamedTuple):
 
     Attributes:
       hidden: `[P, M]`.
-      columns: `[1, P, PLACES]`, as they came.
+      columns: `[1, P, num_columns]`, as they came.
     """
 
     hidden: jax.Array

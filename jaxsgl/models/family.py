@@ -21,10 +21,11 @@ QkNorm: TypeAlias = Literal["head", "all", "centred head"]
 # reads, or the same stream by a norm of its own.
 Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; their mean,
-# normalized, and a matrix; or that mean in another scale, normalized without scales, and a matrix.
-Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled"]
+# normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; or a matrix to the
+# decoder's size with a bias, another one with a norm behind it, and an MLP with gates.
+Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled", "gated"]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
-Positions: TypeAlias = Literal["none", "square", "axes"]
+Positions: TypeAlias = Literal["none", "square", "cubic", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]

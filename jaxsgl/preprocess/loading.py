@@ -7,6 +7,7 @@ its own one. Never knows prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -28,6 +29,9 @@ MAX_PIXELS = 1 << 25  # of a picture: 8K
 MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds
 MAX_READ_FRAMES = 4096  # of an animation, of which some are taken
 DEFAULT_FPS = 24.0  # of an animation that doesn't say how long its frames are shown
+# Of videos whose sampling is "by length": for those of so many seconds at most, temporal patches in a second.
+_PATCHES_PER_S = ((30.0, 3.0), (300.0, 1.0), (2400.0, 0.5))
+_MOST_BY_LENGTH = 640  # frames
 _READABLE = f"video that can be read: send {KIND_NAMES}, or an animated GIF, WebP or PNG"
 
 
@@ -124,6 +128,11 @@ def _with_fps(settings: ProcessorSettings, fps: float | None, name: str) -> Proc
             f"{name} is a file with fps {fps:g}, but the model takes {settings.num_frames} frames of each file: leave "
             "fps out, or send a list of the frames"
         )
+    if settings.sampling == "by length":
+        raise InvalidRequest(
+            f"{name} is a file with fps {fps:g}, but the model takes as many frames of each file as follow from its "
+            "length: leave fps out, or send a list of the frames"
+        )
     return replace(settings, video_fps=fps)
 
 
@@ -143,7 +152,8 @@ def _parts(clip: Clip, settings: ProcessorSettings, bounds: Bounds, left: Left) 
         if settings.by_frame:
             parts.append(_part(frames, settings, settings.video, later=_later(number, clip.fps, settings)))
         else:
-            parts.append(_part(frames, settings, settings.video, (stamps[0] + stamps[-1]) / 2))
+            time_s = stamps[0] if settings.times.endswith("after") else (stamps[0] + stamps[-1]) / 2
+            parts.append(_part(frames, settings, settings.video, time_s))
     return tuple(parts)
 
 
@@ -232,7 +242,11 @@ def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
 
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
-    """Returns which of a video's frames the model sees: `settings.video_fps` a second, spread evenly."""
+    """Returns which of a video's frames the model sees: `settings.video_fps` a second, spread evenly, as a rule."""
+    if settings.sampling != "even":
+        taken = (_in_steps if settings.sampling == "steps" else _by_length)(num_frames, fps, settings)
+        taken = list(dict.fromkeys(taken))
+        return taken + taken[-1:] * (-len(taken) % settings.temporal_patch_size)
     if settings.num_frames is not None:
         count = min(settings.num_frames, num_frames)
         return [number * num_frames // count for number in range(count)]
@@ -241,6 +255,46 @@ def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> 
     if settings.by_frame:
         count = max(count - count % settings.temporal_patch_size, 1)
     return [int(number) for number in np.linspace(0, num_frames - 1, count).round()]
+
+
+def _in_steps(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
+    """The first frames at or after times that are equally far apart."""
+    last, wanted, duration_s = num_frames - 1, settings.video_fps, num_frames / fps
+    if duration_s <= settings.max_duration_s:
+        if wanted >= fps:
+            return list(range(num_frames))
+        count = max(math.floor(duration_s * wanted), 1)
+        return [min(last, math.ceil(i * fps / wanted)) for i in range(count)]
+    count = int(settings.max_duration_s * wanted)
+    if count >= num_frames:
+        return list(range(num_frames))
+    return [min(last, math.ceil(time_s * fps)) for time_s in np.linspace(0, duration_s, count)]
+
+
+def _by_length(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
+    """The first frames at or after times that are equally far apart, if these give as many as the length asks for."""
+    duration_s = num_frames / fps
+    length_s = min(duration_s, _PATCHES_PER_S[-1][0])
+    per_s = settings.temporal_patch_size * next(per_s for most_s, per_s in _PATCHES_PER_S if length_s <= most_s)
+    count = max(min(int(length_s * per_s), _MOST_BY_LENGTH), 1)
+    if num_frames < count:
+        return _spread(0, num_frames - 1, count)
+    taken, next_s, frame_s = list[int](), 0.0, 1 / fps
+    for number in range(num_frames):
+        if number * frame_s >= next_s:
+            next_s += 1 / per_s
+            taken.append(number)
+            if next_s >= int(duration_s):
+                break
+    if len(taken) < count:
+        return _spread(taken[0], taken[-1], count)
+    return taken if len(taken) == count else _spread(0, num_frames - 1, count)
+
+
+def _spread(first: int, last: int, count: int) -> list[int]:
+    """So many numbers of frames, rounded down."""
+    numbers: list[int] = np.linspace(first, last, count).astype(int).tolist()
+    return numbers
 
 
 def _opened(content: bytes | Image.Image, max_pixels: int, name: str) -> Image.Image:

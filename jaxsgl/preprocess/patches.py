@@ -33,6 +33,10 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
         return _filled(height, width, settings.unit, min(limits.max_pixels, max_pixels))
     if settings.longest_side is not None:
         return _within(height, width, settings.unit, settings.longest_side, max_pixels)
+    if settings.counts_frames:
+        depth = settings.temporal_patch_size
+        most = min(limits.max_pixels, max_pixels * depth)
+        return _clip_size(depth, height, width, settings, limits.min_pixels, most)
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
 
 
@@ -56,19 +60,7 @@ def frame_size(
     if settings.caps_frames:
         cap = settings.max_frame_tokens * unit**2
         most = max(min(cap, most // num_frames), int(limits.min_pixels * 1.05)) * num_frames
-    most = min(most, max_pixels * num_frames)
-    if height < unit or width < unit:
-        scale = max(unit / height, unit / width)
-        height, width = int(height * scale), int(width * scale)
-    _check_ratio(height, width)
-    num_frames = max(num_frames, depth)
-    h, w = _nearest(height, unit), _nearest(width, unit)
-    num_pixels = round(num_frames / depth) * depth * h * w
-    if num_pixels > most:
-        return _shrunk(height, width, unit, math.sqrt(num_frames * height * width / most))
-    if num_pixels < limits.min_pixels:
-        return _grown(height, width, unit, math.sqrt(limits.min_pixels / (num_frames * height * width)))
-    return h, w
+    return _clip_size(num_frames, height, width, settings, limits.min_pixels, min(most, max_pixels * num_frames))
 
 
 def patches_of_frames(frames: Sequence[Pixels], patch_size: int, merge_size: int) -> bytes:
@@ -92,6 +84,25 @@ def _size(height: int, width: int, unit: int, least: int, most: int) -> tuple[in
         return _shrunk(height, width, unit, math.sqrt(height * width / most))
     if h * w < least:
         return _grown(height, width, unit, math.sqrt(least / (height * width)))
+    return h, w
+
+
+def _clip_size(
+    num_frames: int, height: int, width: int, settings: ProcessorSettings, least: int, most: int
+) -> tuple[int, int]:
+    """The same for frames that have so many pixels together, where their number is rounded to temporal patches."""
+    unit, depth = settings.unit, settings.temporal_patch_size
+    if height < unit or width < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_ratio(height, width)
+    num_frames = max(num_frames, depth)
+    h, w = _nearest(height, unit), _nearest(width, unit)
+    num_pixels = round(num_frames / depth) * depth * h * w
+    if num_pixels > most:
+        return _shrunk(height, width, unit, math.sqrt(num_frames * height * width / most))
+    if num_pixels < least:
+        return _grown(height, width, unit, math.sqrt(least / (num_frames * height * width)))
     return h, w
 
 

@@ -2,8 +2,9 @@
 
 A chat template, or a client, writes a placeholder for a picture and one for a whole video. A video's becomes, for each
 temporal patch, its time in words and a placeholder in the model's frame of vision tokens: in the text before it is
-tokenized (`write_placeholders`), or among ids (`expand_placeholders`). Of models that read a video's times from
-positions it stays one. Where clients write a part of a frame alone, a picture's is completed likewise. Knows no pixels.
+tokenized (`write_placeholders`), or among ids (`expand_placeholders`). Where the model sees frames as pictures, it
+stays a video's until `expand` repeats it. Of models that read a video's times from positions it stays one. Where
+clients write a part of a frame alone, a picture's is completed likewise. Knows no pixels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Part:
 
     Attributes:
       digest, grid, pixels, later: as in `MediaItem`.
-      time_s: of a temporal patch, the mean of its first and last frame's; None: no words tell its time.
+      time_s: of a temporal patch, its time in words; None: no words tell it.
     """
 
     digest: bytes
@@ -49,7 +50,7 @@ class Visual:
 
     @property
     def has_words(self) -> bool:
-        """Whether each part has a placeholder of its own, behind its time in words; else there is one for all."""
+        """Whether each part has a placeholder of its own, next to its time in words; else there is one for all."""
         return self.parts[0].time_s is not None
 
     @property
@@ -84,16 +85,20 @@ def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> T
     return Tokens(image, video, start, end, settings.written, settings.times)
 
 
-def times_in_words(video: Visual, times: Times) -> list[str]:
-    """Returns what stands before each temporal patch of a video: its time, after a space if the model has one there."""
+def times_in_words(video: Visual, times: Times) -> list[tuple[str, str]]:
+    """Returns what stands before each temporal patch of a video, and what after it, one of which is its time."""
     seconds = [part.time_s or 0.0 for part in video.parts]
+    if times == "whole seconds after":
+        return [("", str(int(time_s))) for time_s in seconds]
+    if times == "seconds after":
+        return [("", f"{time_s:.1f} seconds") for time_s in seconds]
     if times == "seconds":
-        return [f"<{time_s:.1f} seconds>" for time_s in seconds]
-    return [f"{' ' * bool(index)}{int(s // 60):02d}:{int(s % 60):02d} " for index, s in enumerate(seconds)]
+        return [(f"<{time_s:.1f} seconds>", "") for time_s in seconds]
+    return [(f"{' ' * bool(index)}{int(s // 60):02d}:{int(s % 60):02d} ", "") for index, s in enumerate(seconds)]
 
 
 def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
-    """Returns `text` with a placeholder for each temporal patch of each video, behind its time, if it has words for it.
+    """Returns `text` with a placeholder for each temporal patch of each video, and its time, if it has words for it.
 
     And with one for each picture, where clients write another token.
 
@@ -118,8 +123,8 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
             continue
         if written.endswith(tokens.start) and behind.startswith(tokens.end):
             written, behind = written.removesuffix(tokens.start), behind.removeprefix(tokens.end)
-        frames = (f"{time}{tokens.start}{tokens.video}{tokens.end}" for time in times_in_words(video, tokens.times))
-        written += "".join(frames) + behind
+        frame = f"{tokens.start}{tokens.video}{tokens.end}"
+        written += "".join(f"{before}{frame}{after}" for before, after in times_in_words(video, tokens.times)) + behind
     return written
 
 
@@ -150,8 +155,9 @@ def expand_placeholders(
         if expanded and expanded[-1] == start and place < len(rest) and rest[place] == end:
             expanded.pop()
             place += 1
-        for time in times_in_words(video, settings.times):
-            expanded += [*encode(time), start, token_id, end]
+        for words in times_in_words(video, settings.times):
+            before, after = (encode(each) if each else [] for each in words)
+            expanded += [*before, start, token_id, end, *after]
     return expanded
 
 
@@ -181,6 +187,7 @@ def expand(
         count = sum(known == token_id for known in ids)
         if count != len(of_kind):
             raise _mismatch(count, f"id {token_id}", len(of_kind), what)
+    seen_as = {} if settings.frame_token_id is None else {settings.video_token_id: settings.frame_token_id}
     iterators: dict[int, Iterator[tuple[Part, ...]]] = {token_id: iter(of_kind) for token_id, of_kind in runs.items()}
     expanded: list[int] = []
     items: list[MediaItem] = []
@@ -189,7 +196,7 @@ def expand(
             expanded.append(token_id)
             continue
         for part in next(iterators[token_id]):
-            tokens, line_len = _tokens_of(part, token_id, settings)
+            tokens, line_len = _tokens_of(part, seen_as.get(token_id, token_id), settings)
             pad_id = sglang_pad_id(part.digest) if sglang_ids else None
             place = len(expanded), len(tokens)
             items.append(MediaItem(part.digest, *place, part.grid, part.pixels, pad_id, part.later, line_len))

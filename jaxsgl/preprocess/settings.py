@@ -7,6 +7,7 @@ end (and `LLM`) preprocesses by it.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -21,7 +22,8 @@ _BOTH_FILE = "processor_config.json"
 
 
 Written: TypeAlias = Literal["framed", "start", "image"]
-Times: TypeAlias = Literal["seconds", "minutes"]
+Times: TypeAlias = Literal["seconds", "minutes", "whole seconds after", "seconds after"]
+Sampling: TypeAlias = Literal["even", "steps", "by length"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,14 @@ class ProcessorSettings:
       image, video: what is done to pixels.
       video_fps: frames a second that are taken of a video, `min_frames` to `max_frames` in all.
       num_frames: frames that are taken of each video, if it has so many; None: `video_fps` a second.
+      sampling: how `video_fps` frames a second are found: spread evenly; or ("steps") those from which steps of equal
+        time begin, of `max_duration_s` at most. "by length": other numbers hold for videos of other lengths.
       by_frame: videos are as Qwen2-VL takes them. Limits of pixels are those of a frame; frames are taken in whole
         temporal patches, which follow each other without words between them: their times are positions of tokens.
       positions_per_s: by_frame: positions of time in a second; None: temporal patches are one position apart.
       longest_side: pixels of a picture's longer side at most, which is the only limit; sides are rounded up. None: the
         limits are those of `image`.
+      counts_frames: limits of pixels of a picture are those of all frames of its temporal patch.
       fills: pictures and frames are scaled until they have as many pixels as they may, sides rounded down.
       fixed_side: pixels of both sides of a picture, whatever its own are; None: they follow from its own.
       resample: how pictures are scaled, by Pillow's number.
@@ -61,7 +66,9 @@ class ProcessorSettings:
         `vision_end_token_id` if the model has them ("framed"); the first of these alone, for which those and the
         placeholder between them are put, between empty lines ("start"); or the placeholder, for which the same is put
         without lines ("image").
-      times: how the time of a temporal patch is told in words: as `<1.5 seconds>`, or as `00:01` between spaces.
+      times: how the time of a temporal patch is told in words: as `<1.5 seconds>`, or as `00:01` between spaces; that
+        of its first frame after it, as `1`, or as `1.5 seconds`.
+      frame_token_id: what stands for frames of videos in prompts that the model sees; None: `video_token_id`.
       takes_pixels: gateways preprocess pictures as this model's processor does.
       line_ends: what ends the lines of a picture, and its last one; None: nothing does.
       caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
@@ -85,15 +92,19 @@ class ProcessorSettings:
     caps_frames: bool = False
     max_frame_tokens: int = 768
     num_frames: int | None = None
+    sampling: Sampling = "even"
+    max_duration_s: float = 300.0
     by_frame: bool = False
     positions_per_s: float | None = None
     max_video_tokens: int = 128_000
     longest_side: int | None = None
     fixed_side: int | None = None
     resample: int = BICUBIC
+    counts_frames: bool = False
     fills: bool = False
     written: Written = "framed"
     times: Times = "seconds"
+    frame_token_id: int | None = None
     takes_pixels: bool = True
     line_ends: tuple[int, int] | None = None
 
@@ -133,6 +144,8 @@ _QWEN3_VL = _OfModel(16, (65536, 16777216), (4096, 25165824), _HALF, _HALF)
 _QWEN2_VL = _OfModel(14, (3136, 1003520), (100352, 602112), *_CLIP, by_frame=True)
 # By `model_type` of config.json; others are as Qwen3-VL.
 _MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
+_GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
+_GLM_CLASS = re.compile(r"(Glm4v|Glm46V)(?:Image|Video)?Processor(?:Fast|Pil)?")
 
 
 def load_settings(folder: str | Path) -> ProcessorSettings | None:
@@ -155,6 +168,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
     if config.get("model_type") == "gemma4":
         return _of_gemma4(folder, config, vision, image, video)
+    if config.get("model_type") in ("glm4v", "glm4v_moe"):
+        return _of_glm4v(folder, config, vision, image, video, both)
     sizes = {
         "patch_size": vision.get("patch_size", of_model.patch_size),
         "temporal_patch_size": vision.get("temporal_patch_size", 2),
@@ -285,6 +300,59 @@ def _of_gemma4(
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _of_glm4v(
+    folder: Path,
+    config: dict[str, Any],
+    vision: dict[str, Any],
+    image: dict[str, Any],
+    video: dict[str, Any],
+    both: dict[str, Any],
+) -> ProcessorSettings:
+    """A picture counts as two frames; frames of a video are pictures within its tokens, each before its time."""
+    sizes = {
+        "patch_size": vision.get("patch_size", 14),
+        "temporal_patch_size": vision.get("temporal_patch_size", 2),
+        "merge_size": vision.get("spatial_merge_size", 2),
+    }
+    for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
+        _check_processor(folder / file, values, sizes)
+    tokenizer = _read(folder / "tokenizer_config.json")
+    writes = _glm_class(folder, [each.get("processor_class") for each in (both, image, video, tokenizer)])
+    samples = _glm_class(folder, [video.get("video_processor_type"), image.get("image_processor_type"), writes])
+    first = 151_343 if config["model_type"] == "glm4v" else 151_363
+    try:
+        settings = ProcessorSettings(
+            **sizes,
+            image=_pixels(image, _GLM4V.image, _GLM4V),
+            video=_pixels(video or _normalization(image), _GLM4V.video, _GLM4V),
+            image_token_id=config.get("image_token_id", first),
+            video_token_id=config.get("video_token_id", first + 1),
+            vision_start_token_id=config.get("image_start_token_id", 151_339),
+            vision_end_token_id=config.get("image_end_token_id", 151_340),
+            video_fps=float(video.get("fps") or 2),
+            sampling="by length" if samples.startswith("Glm46V") else "steps",
+            max_duration_s=float(video.get("max_duration") or 300),
+            counts_frames=True,
+            times="seconds after" if writes.startswith("Glm46V") else "whole seconds after",
+            frame_token_id=config.get("image_token_id", first),
+            takes_pixels=False,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+    _check_normalization(folder, settings)
+    return settings
+
+
+def _glm_class(folder: Path, told: list[str | None]) -> str:
+    """The first of the processors' classes that are told; GLM-4.1V's, if none is. Raises `CheckpointError`."""
+    name = next(filter(None, told), "Glm4vProcessor")
+    if not isinstance(name, str) or _GLM_CLASS.fullmatch(name) is None:
+        raise CheckpointError(
+            f"{folder} names the processor {name}, but of GLM's models only Glm4v's and Glm46V's are supported"
+        )
+    return name
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

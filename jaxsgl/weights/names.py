@@ -378,6 +378,10 @@ _OPT: dict[Path, Recipe] = {
     **_with_bias(("attention", "o"), "self_attn.out_proj", ("D", "NH"), pieces.as_is),
     **_without_gates("fc1", "fc2"),
 }
+_GLM4: dict[Path, Recipe] = {
+    **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
+    **_FUSED_GATE_UP,
+}
 _SHARED_MLP = "model.layers.{}.shared_mlp."
 _GRANITE_HYBRID: dict[Path, Recipe] = {
     **_OF_MAMBA,
@@ -400,10 +404,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Exaone4ForCausalLM": _AFTER,
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "GlmForCausalLM": _FUSED_GATE_UP,
-    "Glm4ForCausalLM": {
-        **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
-        **_FUSED_GATE_UP,
-    },
+    "Glm4ForCausalLM": _GLM4,
+    "Glm4vForConditionalGeneration": _GLM4,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "YoutuForCausalLM": _LATENT,

@@ -328,6 +328,11 @@ def squares_by_patch(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[P
     yield Piece((), by_channel.transpose(0, 2, 1).reshape(tensors[0].shape))
 
 
+def convolved_squares(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Weights `[out, M, 2, 2]` of a convolution over squares of patches, to those of patches one by one."""
+    yield Piece((), tensors[0].transpose(0, 2, 3, 1).reshape(len(tensors[0]), -1))
+
+
 def patches_by_pixel(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Weights `[M, C]` of patches whose numbers lie pixel by pixel, to those of patches that lie channel by channel."""
     assert arch.vision is not None

@@ -109,12 +109,12 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; EL
     numbers of a latent that experts read; C are the classes of a classification head, T rows of learned positions.
 
-    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels, a
-    patch, a head; rows of its table of positions, those of an axis, and axes. Those with L are of a latent: what
-    queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values. Those with G are
-    of what recurs: of all heads q, k and v; taps; value heads, and twice as many; numbers of a value; all values; three
-    times q, k and v; q, k, v and their gates; all that Mamba-2 makes of its input. Those with P are of embeddings of
-    layers: numbers of one, rows, and numbers of all layers.
+    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
+    pixels, a patch, a head; rows of its table of positions, those of an axis, and axes. Those with L are of a latent:
+    what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values. Those with G
+    are of what recurs: of all heads q, k and v; taps; value heads, and twice as many; numbers of a value; all values;
+    three times q, k and v; q, k, v and their gates; all that Mamba-2 makes of its input. Those with P are of embeddings
+    of layers: numbers of one, rows, and numbers of all layers.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
@@ -148,6 +148,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "VH": vision.head_dim,
             "VC": vision.patch_len,
             "VW": vision.merged_size,
+            "VS": vision.merge_size,
+            "VU": vision.merger_ffn_size,
             "VI": vision.channels,
             "VT": vision.temporal_patch_size,
             "VP": vision.patch_size,

@@ -21,6 +21,8 @@ _BESIDE_TOWER = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN_TOWER,
     "Qwen3_5ForConditionalGeneration": _QWEN_TOWER,
     "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
+    "Glm4vForConditionalGeneration": _QWEN_TOWER,
+    "Glm4vMoeForConditionalGeneration": _QWEN_TOWER,
     "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER

@@ -322,7 +322,12 @@ _OF_ATTENTION = re.compile(
 _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
-_PREDICT_MORE = ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+_PREDICT_MORE = (
+    "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+)
 
 
 # Rope's, and masks.

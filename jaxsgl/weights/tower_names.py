@@ -60,6 +60,18 @@ _QWEN2_5_VL = _QWEN2_VL | {
     "fc2": _Of((_BLOCK + "mlp.down_proj",), ("VM", "VF")),
 }
 
+_GLM4V = _QWEN2_5_VL | {
+    "norm0": _Of((_VISUAL + "post_conv_layernorm",), ("VM",)),
+    "norm3": _Of((_VISUAL + "post_layernorm",), ("VM",)),
+    "positions": _Of((_VISUAL + "embeddings.position_embedding",), ("VG", "VM")),
+    "merger.merge": _Of((_VISUAL + "downsample",), ("D", "VM", "VS", "VS"), pieces.convolved_squares),
+    "merger.mix": _Of((_VISUAL + "merger.proj",), ("D", "D")),
+    "merger.norm": _Of((_VISUAL + "merger.post_projection_norm",), ("D",)),
+    "merger.gate": _Of((_VISUAL + "merger.gate_proj",), ("VU", "D")),
+    "merger.fc1": _Of((_VISUAL + "merger.up_proj",), ("VU", "D")),
+    "merger.fc2": _Of((_VISUAL + "merger.down_proj",), ("D", "VU")),
+}
+
 _TOWER, _LAYER = "model.vision_tower.", "model.vision_tower.transformer.layers.{}."
 _PROJECTOR = "model.multi_modal_projector."
 _MISTRAL3: dict[str, _Of] = {
@@ -122,6 +134,8 @@ _GEMMA4: dict[str, _Of] = {
 _TOWERS = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": _GLM4V,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},

@@ -27,7 +27,7 @@ from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.grids import NIGHTLY, daily
-from tests.vision_models import APART, WITH_STATES, image, is_greedy, logits_of, make_model, request
+from tests.vision_models import APART, OF_GLM, WITH_STATES, image, is_greedy, logits_of, make_model, request
 
 pytestmark = pytest.mark.device
 ATOL = 2e-3
@@ -52,7 +52,16 @@ def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
 @pytest.fixture(
     scope="module",
     params=daily(
-        [("qwen3_vl", 1), ("qwen3_vl_moe", 16), ("qwen2_vl", 1), ("qwen2_5_vl", 16), ("qwen3_vl_moe", 1)], every=3
+        [
+            ("qwen3_vl", 1),
+            ("qwen3_vl_moe", 16),
+            ("qwen2_vl", 1),
+            ("glm4v", 16),
+            ("qwen2_5_vl", 16),
+            ("glm4v_moe", 1),
+            ("qwen3_vl_moe", 1),
+        ],
+        every=4,
     ),
     ids=str,
 )
@@ -75,7 +84,8 @@ def mixture(kind: str) -> list[Request]:
         grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(number % 5)]
         requests.append(request(str(number), grids, number))
     frames = [(1, 6, 4)] * (3 if kind in APART else 4)
-    return [*requests, request("video", frames, 99, is_video=True, apart=APART.get(kind))]
+    of_kind: dict[str, Any] = {"as_images": True} if kind in OF_GLM else {"is_video": True, "apart": APART.get(kind)}
+    return [*requests, request("video", frames, 99, **of_kind)]
 
 
 def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
@@ -275,6 +285,8 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         ("ministral3", 2, True),
         ("gemma3", 2, True),
         ("gemma4", 2, True),
+        ("glm4v", 2, True),
+        ("glm4v_moe", 2, False),
     ],
 )
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(

@@ -12,20 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 import jaxsgl
 from jaxsgl.config.features import VisionConfig
+from tests.grids import daily
 from tests.preprocess.pictures import file_of, picture
-from tests.vision_models import BREAK, END, IMAGE, LAST, START, VIDEO, make_model
+from tests.vision_models import (
+    BREAK,
+    END,
+    IMAGE,
+    LAST,
+    OF_GLM,
+    START,
+    VIDEO,
+    VIDEO_END,
+    VIDEO_START,
+    make_model,
+    types_of,
+)
 
 pytestmark = pytest.mark.device
 FPS = 2.0  # of the frames, as nothing else is said: a temporal patch is 3 positions later than the one before
@@ -48,13 +64,13 @@ GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def greedy(model: Any, prompt: list[int], media: dict[str, Any], has_types: bool) -> list[int]:
-    """transformers' answer of 6 tokens."""
+    """transformers' answer of 6 tokens; without videos in `media`, frames are pictures."""
     answer: list[int] = []
+    most = 2 if any("video" in name for name in media) else 1
     for _ in range(6):
         tokens = torch.tensor([[*prompt, *answer]])
-        of_tokens = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
         name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
-        types = {name: of_tokens} if has_types else {}
+        types = {name: types_of(tokens).clip(max=most)} if has_types else {}
         model.model.rope_deltas = None
         with torch.no_grad():
             logits = model(input_ids=tokens, use_cache=False, **types, **media).logits
@@ -90,6 +106,55 @@ def test_a_picture_and_a_video_give_transformers_tokens(tmp_path: Path) -> None:
     (answer,) = llm.generate({"prompt_token_ids": ids, "multi_modal_data": data}, GREEDY, use_tqdm=False)
     llm.close()
     assert list(answer.token_ids) == expected(model, ids, image, frames)
+
+
+OF_GLM_IN_WORDS = {
+    IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|begin_of_image|>", END: "<|end_of_image|>",
+    VIDEO_START: "<|begin_of_video|>", VIDEO_END: "<|end_of_video|>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", daily(OF_GLM, every=2))
+def test_a_picture_and_a_video_of_glm_4v_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """In a text and among ids: each pair of frames is a picture, which the time of the first one follows."""
+    model = make_model(tmp_path, kind)
+    write_words(tmp_path, OF_GLM_IN_WORDS)
+    size, of_frames = ({"shortest_edge": 64, "longest_edge": most} for most in (4096, 4000))
+    for name, each in (("preprocessor_config", size), ("video_preprocessor_config", of_frames)):
+        told = {**LIMITS, "size": each, "processor_class": "Glm4vProcessor"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(told))
+    image, frames = picture(61, 42), [picture(48, 24, seed=i) for i in range(4)]
+    cut = Glm4vImageProcessorPil(size=size, temporal_patch_size=2, **LIMITS)(images=[image], return_tensors="pt")
+    scaled = [frame.resize((40, 16), Image.Resampling.BICUBIC) for frame in frames]  # 4 x 48 x 24 are more than 4,000
+    stacked = torch.tensor(np.stack([np.asarray(frame).transpose(2, 0, 1) for frame in scaled]))[None].float()
+    mean, std = (torch.tensor(each).reshape(1, 1, 3, 1, 1) for each in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    patches, *grid = Glm4vVideoProcessor.patchify(None, (stacked / 255 - mean) / std, 4, 2, 2)
+    patches = patches.reshape(-1, patches.shape[-1])
+    num_image, num_frame = int(cut["image_grid_thw"].prod()) // 4, grid[1] * grid[2] // 4
+    pairs = [token for time_s in (0, 1) for token in (START, *[IMAGE] * num_frame, END, time_s)]
+    video = [23, VIDEO_START, *pairs, VIDEO_END, 35]
+    prompt = [11, START, *[IMAGE] * num_image, END, *video]
+    of_video = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
+    # transformers takes pictures or videos, not both, but frames are pictures.
+    as_pictures = {
+        "pixel_values": torch.cat([cut["pixel_values"], patches]),
+        "image_grid_thw": torch.tensor([cut["image_grid_thw"][0].tolist(), *[[1, *grid[1:]]] * 2]),
+    }
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    files = {"image": [file_of(image)], "video": [[file_of(frame) for frame in frames]]}
+    image_text, video_text = (f"<|begin_of_{kind}|><|{kind}|><|end_of_{kind}|>" for kind in ("image", "video"))
+    ids = [11, START, IMAGE, END, 23, VIDEO_START, VIDEO, VIDEO_END, 35]
+    cases: list[tuple[dict[str, Any], list[int], dict[str, Any]]] = [
+        ({"prompt": f"23 {video_text} 35"}, video, of_video),
+        ({"prompt": f"11 {image_text} 23 {video_text} 35"}, prompt, as_pictures),
+        ({"prompt_token_ids": ids}, prompt, as_pictures),
+    ]
+    for form, seen, media in cases:
+        data = files if "pixel_values" in media else {"video": files["video"]}
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(seen)
+        assert list(answer.token_ids) == greedy(model, seen, media, has_types=True)
+    llm.close()
 
 
 def write_words(folder: Path, names: dict[int, str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
@@ -194,6 +195,124 @@ def test_what_an_older_tower_may_not_have_is_refused_by_name(
     section: str, key: str, value: Any, words: str, tmp_path: Path
 ) -> None:
     values = copy.deepcopy(QWEN2_5_VL)
+    values[section][key] = value
+    with pytest.raises(CheckpointError, match=words):
+        read_values(tmp_path, values)
+
+
+# GLM-4.5V, as published, where transformers 4 wrote it.
+GLM4_5V: dict[str, Any] = {
+    "architectures": ["Glm4vMoeForConditionalGeneration"],
+    "image_end_token_id": 151340,
+    "image_start_token_id": 151339,
+    "image_token_id": 151363,
+    "model_type": "glm4v_moe",
+    "text_config": {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338],
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "image_end_token_id": 151340,
+        "image_start_token_id": 151339,
+        "image_token_id": 151363,
+        "initializer_range": 0.02,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 65536,
+        "model_type": "glm4v_moe_text",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"},
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.0,
+        "router_aux_loss_coef": 0.0001,
+        "topk_group": 1,
+        "use_cache": True,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "video_end_token_id": 151342,
+    "video_start_token_id": 151341,
+    "video_token_id": 151364,
+    "vision_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "depth": 24,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "image_size": 336,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 10944,
+        "model_type": "glm4v_moe_vision",
+        "num_heads": 12,
+        "out_hidden_size": 4096,
+        "patch_size": 14,
+        "rms_norm_eps": 1e-05,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+
+
+def test_a_published_config_of_glm_45v_gives_a_tower_and_three_positions(tmp_path: Path) -> None:
+    """With the shapes of its published tensors: F of the tower's layers is D, and its merger's is another one."""
+    arch = read_values(tmp_path, GLM4_5V)
+    tower, rope = arch.vision, arch.ropes[0]
+    assert tower is not None
+    assert (tower.hidden_size, tower.ffn_size, tower.merger_ffn_size, tower.out_size) == (1536, 4096, 10944, 4096)
+    assert (tower.table_side, tower.table_len, tower.positions, tower.row_len) == (24, 576, "cubic", 4096)
+    assert (tower.image_token_id, tower.video_token_id, tower.norm_eps) == (151_363, 151_364, 1e-5)
+    assert tower.patch_bias and not tower.layer_bias and (tower.mean[0], tower.std[2]) == (0.48145466, 0.27577711)
+    assert (rope.sections, rope.takes_turns, rope.rotary_dim, rope.interleaved) == ((8, 12, 12), False, 64, False)
+    assert arch.attention_bias and not arch.attention_out_bias and arch.qk_norm is None and arch.next_layer is None
+    text = {key: value for key, value in GLM4_5V["text_config"].items() if not key.startswith(("rope", "partial"))}
+    text["rope_parameters"] = {
+        "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default",
+    }  # fmt: skip
+    assert read_values(tmp_path, {**GLM4_5V, "text_config": text}) == arch, "as transformers 5 writes it"
+
+
+@pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe"])
+def test_what_a_config_of_glm_4v_leaves_out_is_as_in_transformers(kind: str, tmp_path: Path) -> None:
+    name = {"glm4v": "Glm4vForConditionalGeneration", "glm4v_moe": "Glm4vMoeForConditionalGeneration"}[kind]
+    text: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2, "vocab_size": 99}
+    text |= {"n_routed_experts": 8, "moe_intermediate_size": 32} if kind == "glm4v_moe" else {}
+    text |= {"intermediate_size": 64, "partial_rotary_factor": 0.5}
+    told = {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": {"patch_size": 14}}
+    found = read_values(tmp_path, told)
+    whole = {**AutoConfig.from_pretrained(tmp_path).to_dict(), "architectures": [name]}
+    assert len(whole["text_config"]) > len(text) and read_values(tmp_path, whole) == found
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("vision_config", "attention_bias", True, "vision_config.attention_bias is true"),
+        ("vision_config", "hidden_act", "gelu", "hidden_act is gelu, but must be silu"),
+        ("vision_config", "out_hidden_size", 2048, "out_hidden_size is 2048, but the decoder's hidden size is 4096"),
+        ("text_config", "use_qk_norm", True, "use_qk_norm is true"),
+        ("text_config", "partial_rotary_factor", 1.0, "mrope_section is .* 64 together"),
+    ],
+)
+def test_what_glm_4v_may_not_have_is_refused_by_name(
+    section: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    values = copy.deepcopy(GLM4_5V)
     values[section][key] = value
     with pytest.raises(CheckpointError, match=words):
         read_values(tmp_path, values)

@@ -29,17 +29,17 @@ from jaxsgl.wiring import norms_digest
 from tests.plain_model import mesh_of
 from tests.vision_models import (
     APART,
-    IMAGE,
     OF_GEMMA4,
+    OF_GLM,
     SECONDS,
     SQUARE,
-    VIDEO,
     WITH_LINES,
     image,
     make_model,
     normalized,
     pictures,
     request,
+    types_of,
 )
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 4, 30), (1, 10, 8)]
@@ -48,23 +48,30 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 @pytest.mark.parametrize(
     "kind",
-    ["gemma3", "gemma4", "gemma4_small", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"],
-)
+    [
+        "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "mistral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+        "qwen3_vl_moe", "qwen3_5",
+    ],
+)  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
-    assert arch.vision is not None and arch.has_axes == kind.startswith("qwen")
+    is_packed = kind.startswith(("qwen", "glm"))  # by transformers, too
+    assert arch.vision is not None and arch.has_axes == is_packed
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
-    merge, by_axis = arch.vision.merge_size, arch.vision.positions == "axes"
-    shape = TowerShape(merge, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window, by_axis=by_axis)
+    merge, positions = arch.vision.merge_size, arch.vision.positions
+    shape = TowerShape(
+        merge, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window,
+        positions="square" if positions == "none" else positions,
+    )  # fmt: skip
     grids = [(1, 6, 9), (1, 3, 3), (1, 3, 30), (1, 12, 9)] if kind in OF_GEMMA4 else GRIDS
     grids = [SQUARE] * 3 if kind == "gemma3" else grids
     frames = arch.vision.temporal_patch_size
     items = [image(0, grid, seed, kind in WITH_LINES, frames, merge) for seed, grid in enumerate(grids)]
     count = sum(item.num_patches for item in items)
     with torch.no_grad():
-        if not kind.startswith("qwen"):
+        if not is_packed:
             exact = model.model.get_image_features(**pictures(model, items))
             exact.pooler_output = torch.cat([*exact.pooler_output])
             assert kind not in OF_GEMMA4 or len(exact.pooler_output) == sum(item.length for item in items)
@@ -128,16 +135,20 @@ def test_layouts_of_thin_and_least_images() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "is_video"),
-    [(kind, is_video) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl") for is_video in (False, True)]
+    [(kind, is_video) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v") for is_video in (False, True)]
     + [("qwen3_5", True)],
 )
 def test_positions_of_tokens_are_those_of_transformers(kind: str, is_video: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     apart = APART.get(kind) if is_video else None
-    asked = request("a", GRIDS[:1] * 3 if is_video else GRIDS, 5, is_video=is_video, apart=apart)
+    as_images = is_video and kind in OF_GLM
+    asked = request(
+        "a", GRIDS[:1] * 3 if is_video else GRIDS, 5, is_video=is_video and not as_images, apart=apart,
+        as_images=as_images,
+    )  # fmt: skip
     ids = torch.tensor([asked.prompt_ids])
     grids = torch.tensor([(3, *GRIDS[0][1:])] if is_video else GRIDS)
-    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    types = types_of(ids)
     name = "video_grid_thw" if is_video else "image_grid_thw"
     times = {"second_per_grid_ts": [SECONDS]} if kind == "qwen2_5_vl" else {}
     exact, delta = model.model.get_rope_index(ids, types, **{name: grids}, **times)

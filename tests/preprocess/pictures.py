@@ -36,6 +36,12 @@ FILLED = ProcessorSettings(
     PixelSettings(2304, 70 * 2304, PIXELS.mean, PIXELS.std), 258_880, 258_884, 255_999, 258_882,
     num_frames=32, fills=True, written="image", times="minutes", takes_pixels=False,
 )  # fmt: skip
+# Of GLM-4.1V and 4.5V, as published: the second one's placeholders are others.
+STEPPED = ProcessorSettings(
+    14, 2, 2, PixelSettings(12544, 9633792, *CLIP), PixelSettings(12544, 47040000, *CLIP), 151_343, 151_344, 151_339,
+    151_340, sampling="steps", counts_frames=True, times="whole seconds after", frame_token_id=151_343,
+    takes_pixels=False,
+)  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
     7, 8, 5, 6,

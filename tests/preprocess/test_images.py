@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
@@ -24,7 +25,7 @@ from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
 from tests.grids import daily
-from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, SQUARE, file_of, picture
+from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, SQUARE, STEPPED, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch, by transformers
 
@@ -87,6 +88,17 @@ def test_every_size_gives_the_processors_patches(width: int, height: int) -> Non
 def test_patches_of_qwen2_vl_are_its_processors(width: int, height: int) -> None:
     given = picture(width, height)
     check(part_of(given, OLDER), given, OLDER)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (27, 400), (417, 300), (2000, 10), (2600, 2000)])
+def test_patches_of_glm_4v_are_its_processors(width: int, height: int) -> None:
+    """Pixels of a picture count twice, as those of two frames: the last one has too many."""
+    given, limits = picture(width, height), STEPPED.image
+    size = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+    expected = Glm4vImageProcessorPil(size=size)(images=[given], return_tensors="np")
+    part = part_of(given, STEPPED)
+    assert [list(part.grid)] == expected["image_grid_thw"].tolist()
+    np.testing.assert_array_equal(normalized(part, STEPPED), expected["pixel_values"])
 
 
 @pytest.mark.parametrize(

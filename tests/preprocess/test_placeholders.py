@@ -119,6 +119,29 @@ def test_what_stands_for_a_picture_or_a_video_of_gemma_4_becomes_frames() -> Non
     assert ids == [1, START, IMAGE, END, *spelled[0], START, VIDEO, END, *spelled[1], START, VIDEO, END]
 
 
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [("whole seconds after", ("0", "61")), ("seconds after", ("0.9 seconds", "61.0 seconds"))],
+)
+def test_frames_of_a_video_of_glm_4v_are_pictures_before_their_times(times: Any, words: tuple[str, str]) -> None:
+    """Where a video and a picture are seen is told by the video's own tokens, which stay."""
+    settings = replace(SMALL, times=times, frame_token_id=IMAGE)
+    names = {IMAGE: "<image>", VIDEO: "<video>", START: "<start>", END: "<end>"}
+    tokens = tokens_of(settings, lambda number: names[number].encode())
+    clip = Visual((part(2, 2, 0.9), part(2, 2, 61.0)), True)
+    frames = "".join(f"<start><video><end>{time}" for time in words)
+    given = "<begin><video></begin><start><image><end>"
+    assert write_placeholders(given, [PICTURE, clip], tokens) == f"<begin>{frames}</begin><start><image><end>"
+    ids = expand_placeholders([2, VIDEO, 3, START, IMAGE, END], [PICTURE, clip], settings, lambda text: [len(text)])
+    framed = [token for time in words for token in (START, VIDEO, END, len(time))]
+    assert ids == [2, *framed, 3, START, IMAGE, END]
+    ids, items = expand(ids, [PICTURE, clip], settings)
+    seen = [IMAGE if token == VIDEO else token for token in framed]
+    assert ids == [2, *seen, 3, START, IMAGE, IMAGE, END]
+    assert [(item.offset, item.grid) for item in items] == [(2, (1, 2, 2)), (6, (1, 2, 2)), (11, (1, 2, 4))]
+    check_media(items, ids, MediaLimits(IMAGE, VIDEO, patch_size=4))
+
+
 def test_sglangs_formula_gives_a_picture_one_number() -> None:
     ids, items = expand([IMAGE, 3], [PICTURE], SMALL, sglang_ids=True)
     assert hash_ids(ids, items).tolist() == [sglang_pad_id(items[0].digest)] * 2 + [3]

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.preprocess.settings import load_settings
-from tests.preprocess.pictures import CLIP, FILLED, IN_LINES, OLDER, SETTINGS, SQUARE
+from tests.preprocess.pictures import CLIP, FILLED, IN_LINES, OLDER, SETTINGS, SQUARE, STEPPED
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -106,6 +106,59 @@ def test_a_file_for_videos_counts_for_qwen2_5_vl(tmp_path: Path) -> None:
     settings = load_settings(tmp_path)
     assert settings is not None
     assert (settings.video.min_pixels, settings.caps_frames, settings.max_frames) == (4000, False, 6)
+
+
+GLM4V = {
+    "model_type": "glm4v", "image_token_id": 151343, "video_token_id": 151344, "image_start_token_id": 151339,
+    "image_end_token_id": 151340, "video_start_token_id": 151341, "video_end_token_id": 151342,
+    "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}  # fmt: skip
+GLM4V_IMAGE = {
+    "size": {"shortest_edge": 12544, "longest_edge": 9633792}, "do_rescale": True, "patch_size": 14, "merge_size": 2,
+    "temporal_patch_size": 2, "image_mean": list(CLIP[0]), "image_std": list(CLIP[1]),
+    "image_processor_type": "Glm4vImageProcessor", "processor_class": "Glm4vProcessor",
+}  # fmt: skip
+GLM4V_VIDEO = {
+    **GLM4V_IMAGE, "size": {"shortest_edge": 12544, "longest_edge": 47040000}, "num_frames": 16, "fps": 2,
+    "max_image_size": {"longest_edge": 47040000}, "video_processor_type": "Glm4vVideoProcessor",
+}  # fmt: skip
+
+
+def test_the_files_of_glm_4v_are_understood(tmp_path: Path) -> None:
+    write(tmp_path, config=GLM4V, preprocessor_config=GLM4V_IMAGE, video_preprocessor_config=GLM4V_VIDEO)
+    assert load_settings(tmp_path) == STEPPED
+    video = {**GLM4V_VIDEO, "fps": 1, "max_duration": 60}
+    write(tmp_path, config=GLM4V, preprocessor_config=GLM4V_IMAGE, video_preprocessor_config=video)
+    assert load_settings(tmp_path) == replace(STEPPED, video_fps=1.0, max_duration_s=60.0)
+
+
+def test_a_folder_of_glm_45v_without_a_processor_has_transformers_settings(tmp_path: Path) -> None:
+    bare = {"model_type": "glm4v_moe", "vision_config": {"patch_size": 14}}
+    image = replace(STEPPED.image, max_pixels=28 * 28 * 15_000)
+    expected = replace(STEPPED, image=image, image_token_id=151_363, video_token_id=151_364, frame_token_id=151_363)
+    assert load_settings(write(tmp_path, config=bare)) == expected
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config", "processor_config", "tokenizer_config"])
+def test_the_class_of_glm_46vs_processor_says_how_times_are_told_and_frames_found(file: str, tmp_path: Path) -> None:
+    """Each by its own class, as transformers finds them."""
+    image = {key: value for key, value in GLM4V_IMAGE.items() if not key.endswith(("_type", "_class"))}
+    files = {"preprocessor_config": image, "processor_config": {}, "tokenizer_config": {}}
+    files[file] = {**files[file], "processor_class": "Glm46VProcessor"}
+    write(tmp_path, config=GLM4V, **files)
+    expected = replace(STEPPED, times="seconds after", sampling="by length")
+    assert load_settings(tmp_path) == expected
+    older = {"video_processor_type": "Glm4vVideoProcessor"}
+    assert load_settings(write(tmp_path, config=GLM4V, video_preprocessor_config=older, **files)) == replace(
+        expected, sampling="steps"
+    )
+
+
+def test_a_processor_of_another_glm_is_refused(tmp_path: Path) -> None:
+    video = {**GLM4V_VIDEO, "video_processor_type": "GlmgaVideoProcessor"}
+    write(tmp_path, config=GLM4V, preprocessor_config=GLM4V_IMAGE, video_preprocessor_config=video)
+    with pytest.raises(CheckpointError, match="names the processor GlmgaVideoProcessor, but"):
+        load_settings(tmp_path)
 
 
 MISTRAL3 = {

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+from transformers.models.glm4v.video_processing_glm4v import smart_resize as resize_of_glm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as older_resize
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
@@ -17,7 +23,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.patches import frame_size
 from jaxsgl.preprocess.sources import VideoFile
-from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, animation, file_of, picture
+from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, STEPPED, animation, file_of, picture
 
 pytestmark = pytest.mark.device  # imports torch
 
@@ -40,6 +46,66 @@ def test_frames_are_sampled_as_the_video_processor_does(total: int, fps: float) 
     processor = Qwen3VLVideoProcessor.__new__(Qwen3VLVideoProcessor)
     processor.min_frames, processor.max_frames, processor.fps = 4, 768, 2
     assert sampled_frames(total, fps, SETTINGS) == processor.sample_frames(metadata).tolist()
+
+
+def glm46v_processor() -> Any:
+    """transformers' class, whose module asks for torchvision, of which sampling needs nothing."""
+    modules = {
+        name: ModuleType(name) for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    }
+    modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, modules):
+        of_glm: Any = importlib.import_module("transformers.models.glm46v.video_processing_glm46v")
+    return of_glm.Glm46VVideoProcessor
+
+
+def clips() -> list[tuple[int, float]]:
+    """Frames and frames a second of videos, 30, 300 and 2,400 s long among others."""
+    told = [(1, 25.0), (2, 60.0), (3, 1.0), (900, 30.0), (901, 30.0), (7500, 25.0), (7501, 25.0), (60_001, 25.0)]
+    rng = np.random.default_rng(3)
+    drawn = [(int(10 ** rng.uniform(0, 4)), float(rate)) for rate in rng.uniform(0.3, 70, 40)]
+    return [*told, *drawn, *((count, 23.976) for count in rng.integers(1, 3000, 20).tolist())]
+
+
+@pytest.mark.parametrize("asked_fps", [None, 0.3, 1.0, 7.5, 100.0])
+def test_frames_of_glm_4v_are_those_of_its_video_processor(asked_fps: float | None) -> None:
+    processor = Glm4vVideoProcessor.__new__(Glm4vVideoProcessor)
+    processor.fps, processor.max_duration = 2, 300
+    settings = STEPPED if asked_fps is None else replace(STEPPED, video_fps=asked_fps)
+    for total, fps in clips():
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
+        expected = processor.sample_frames(metadata, fps=asked_fps).tolist()
+        assert sampled_frames(total, fps, settings) == expected, (total, fps)
+
+
+def test_frames_of_glm_46v_follow_from_a_videos_length_as_in_transformers() -> None:
+    """But where it would take none: of a sixth of a second or less the first one is taken."""
+    processor = (of_class := glm46v_processor()).__new__(of_class)
+    processor.temporal_patch_size = 2
+    settings, lengths = replace(STEPPED, sampling="by length"), set()
+    for total, fps in clips():
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps, duration=total / fps)
+        expected = processor.sample_frames(metadata).tolist()
+        assert sampled_frames(total, fps, settings) == (expected or [0, 0]), (total, fps)
+        lengths.add(len(expected))
+    assert {0, 640} < lengths
+    with pytest.raises(InvalidRequest, match="video 0 is a file with fps 2, but the model takes as many frames"):
+        load([VideoFile(animation([picture(40, 24, seed=i) for i in range(3)], 200), 2.0)], settings, BOUNDS)
+
+
+def test_frames_of_glm_4v_have_the_sizes_of_its_video_processor() -> None:
+    for frames, height, width in [(2, 240, 320), (4, 7, 90), (5, 480, 640), (9, 100, 31), (640, 1080, 1920), (3, 1, 1)]:
+        limits = STEPPED.video
+        expected = resize_of_glm(frames, height, width, 2, 28, limits.min_pixels, limits.max_pixels)
+        assert frame_size(frames, height, width, STEPPED, 1 << 24) == expected
+
+
+def test_a_temporal_patch_of_glm_4v_has_the_time_of_its_first_frame() -> None:
+    frames = [picture(60, 60, seed=i) for i in range(12)]
+    (video,) = load([VideoFile(animation(frames, 250, "PNG"))], STEPPED, BOUNDS)  # 3 s, of which 6 frames are taken
+    assert [part.time_s for part in video.parts] == [0.0, 1.0, 2.0]
+    (listed,) = load([VideoFile(tuple(map(file_of, frames[:3])), fps=4.0)], STEPPED, BOUNDS)
+    assert [part.time_s for part in listed.parts] == [0.0, 0.5]
 
 
 def test_frames_of_qwen2_vl_have_the_sizes_of_its_video_processor() -> None:

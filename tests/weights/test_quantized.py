@@ -585,26 +585,42 @@ def test_experts_of_int8_in_groups_stay_so_where_kernels_take_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "exceptions", "excepted"),
+    ("kind", "name", "exceptions", "excepted"),
     [
         (
             "qwen3_vl",
+            "fp8 in blocks",
             ["model.visual.blocks.0.attn.qkv", "model.visual.merger.linear_fc1", "visual", "lm_head"],
             "visual",
         ),
-        ("qwen2_5_vl", ["visual", "lm_head"], "visual"),
-        ("mistral", ["model.vision_tower", "model.multi_modal_projector", "lm_head"], "vision_tower|projector"),
-        ("mistral", [], ""),
+        ("qwen2_5_vl", "fp8 in blocks", ["visual", "lm_head"], "visual"),
+        (
+            "glm4v",
+            "compressed-tensors fp8 per channel",
+            [
+                *(f"model.visual.blocks.{i}.{name}" for i in range(4) for name in ("attn.qkv", "attn.proj")),
+                *(f"model.visual.blocks.{i}.mlp.{name}_proj" for i in range(4) for name in ("gate", "up", "down")),
+                *(f"model.visual.merger.{name}" for name in ("proj", "gate_proj", "up_proj", "down_proj")),
+                "lm_head",
+            ],
+            "visual",
+        ),
+        ("glm4v_moe", "compressed-tensors fp8 per channel", ["re:.*visual.*", "re:.*mlp.gate$", "lm_head"], "visual"),
+        (
+            "mistral",
+            "fp8 in blocks",
+            ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+            "vision_tower|projector",
+        ),
+        ("mistral", "fp8 in blocks", [], ""),
     ],
 )
 def test_a_quantized_model_that_sees_images_keeps_its_tower(
-    kind: str, exceptions: list[str], excepted: str, tmp_path: Path
+    kind: str, name: str, exceptions: list[str], excepted: str, tmp_path: Path
 ) -> None:
-    """As published: the decoder in blocks of FP8, each module of the tower an exception. Else it is dequantized."""
+    """As published: the decoder in FP8, each module of the tower an exception. Else it is dequantized."""
     make_model(tmp_path / "plain", kind)
-    folder = quantize_folder(
-        tmp_path / "plain", tmp_path / "stored", "fp8 in blocks", exceptions=exceptions, excepted=excepted
-    )
+    folder = quantize_folder(tmp_path / "plain", tmp_path / "stored", name, exceptions=exceptions, excepted=excepted)
     found, meant = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
     assert found.vision == meant.vision and found.weight_format is not None
     assert not any(layer.unquantized for layer in found.layers)

@@ -223,7 +223,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     flags, vision = config.vision, arch.vision
     shape = TowerShape(
         vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers, vision.window,
-        len(vision.deepstack_layers), vision.positions == "axes",
+        len(vision.deepstack_layers), "square" if vision.positions == "none" else vision.positions,
     )  # fmt: skip
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
     square = vision.merge_size**2

@@ -193,6 +193,40 @@ QWEN3_VL = Family(
     ignored=frozenset({"vision_start_token_id", "vision_end_token_id"}),
 )
 
+# The tower of GLM-4.1V to 4.6V, dense and with experts, to whose decoders a frame of a video is an image.
+GLM4V_TOWER = VisionFamily(
+    151_343,
+    151_344,
+    deepstack_layers=None,
+    sections=(8, 12, 12),
+    takes_turns=False,
+    activations=("silu",),
+    gated=True,
+    root_norms=True,
+    layer_bias=False,
+    first_norm=True,
+    last_norm=True,
+    norm_eps=1e-5,
+    positions="cubic",
+    merger="gated",
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    keys={"layer_norm_eps": "rms_norm_eps"},
+    ffn_key="out_hidden_size",
+    defaults={
+        "depth": 24,
+        "num_heads": 12,
+        "hidden_size": 1536,
+        "intermediate_size": 13_696,
+        "out_hidden_size": 4096,
+        "patch_size": 14,
+        "image_size": 336,
+    },
+)
+GLM4V_TOKENS = frozenset(
+    {"image_start_token_id", "image_end_token_id", "image_token_id", "video_start_token_id", "video_end_token_id"}
+)
+
 _MINISTRAL3 = replace(
     _MISTRAL,
     grows_queries=True,
@@ -518,6 +552,19 @@ DENSE: dict[str, Family] = {
             "video_token_id",
             "vision_soft_tokens_per_image",
         },
+    ),
+    "Glm4vForConditionalGeneration": replace(
+        _GLM,
+        norms="sandwich",
+        section="text_config",
+        vision=GLM4V_TOWER,
+        defaults={
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 32_768,
+        },
+        ignored=GLM4V_TOKENS,
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,

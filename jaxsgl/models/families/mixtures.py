@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.dense import ERNIE, GRANITE, QWEN3_VL
+from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, QWEN3_VL
 from jaxsgl.models.family import Family, MoeFamily
 
 GRANITE_MOE = MoeFamily(
@@ -25,6 +25,26 @@ DEEPSEEK_MOE = MoeFamily(
     grouped=True,
     shared_key="n_shared_experts",
     dense_layers="first",
+)
+
+_GLM4_MOE = Family(
+    qk_norm="head",
+    qk_norm_key="use_qk_norm",
+    attention_out_bias=False,
+    partial_rope=True,
+    moe=DEEPSEEK_MOE,
+    defaults={
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
+    },
+    next_layers_key="num_nextn_predict_layers",
+    ignored=frozenset({"num_mtp_layers"}),
 )
 
 MIXTURES: dict[str, Family] = {
@@ -228,31 +248,16 @@ MIXTURES: dict[str, Family] = {
         },
         ignored=frozenset({"router_jitter_noise"}),
     ),
-    "Glm4MoeForCausalLM": Family(
-        qk_norm="head",
-        qk_norm_key="use_qk_norm",
-        attention_out_bias=False,
-        partial_rope=True,
-        moe=MoeFamily(
-            ("n_routed_experts", "num_local_experts"),
-            score="sigmoid",
-            choice_bias=True,
-            grouped=True,
-            shared_key="n_shared_experts",
-            dense_layers="first",
-        ),
-        defaults={
-            "num_key_value_heads": 8,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "partial_rotary_factor": 0.5,
-            "num_nextn_predict_layers": 1,
-            "rms_norm_eps": 1e-5,
-        },
-        next_layers_key="num_nextn_predict_layers",
-        ignored=frozenset({"num_mtp_layers"}),
+    "Glm4MoeForCausalLM": _GLM4_MOE,
+    "Glm4vMoeForConditionalGeneration": replace(
+        _GLM4_MOE,
+        section="text_config",
+        vision=replace(GLM4V_TOWER, image_token_id=151_363, video_token_id=151_364),
+        qk_norm=None,
+        qk_norm_key=None,
+        next_layers_key=None,
+        defaults={**_GLM4_MOE.defaults, "attention_bias": True, "max_position_embeddings": 65_536},
+        ignored=GLM4V_TOKENS | {"num_mtp_layers", "num_nextn_predict_layers"},
     ),
     "SolarOpenForCausalLM": Family(
         attention_out_bias=False,

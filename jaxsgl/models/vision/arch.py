@@ -19,11 +19,12 @@ from jaxsgl.requests.media import CHANNELS
 ROPE_THETA = 10000.0
 FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json lists none
 SOFT_TOKENS = 280  # of a picture at most, where the folder's processor doesn't say it
+GATED_MERGER_EPS = 1e-5  # of its norm, for which config.json has no key
 
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL to Qwen3.5, Mistral 3 (Pixtral's), Gemma 3 (SigLIP) or Gemma 4.
+    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to 4.6V, Mistral 3 (Pixtral's), or Gemma 3 (SigLIP) and 4.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -33,8 +34,9 @@ class VisionArch:
       channels: of a pixel.
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image; 0: patches have none.
-      positions: how patches have them: "square", between those of a square that is spread over the image; "axes", the
-        sum of that of the column and that of the row.
+      positions: how patches have them: "square", between those of a square that is spread over the image, corners on
+        corners; "cubic", the same with edges on edges, by cubics; "axes", the sum of that of the column and that of
+        the row.
       deepstack_layers: layers whose outputs become embeddings, too; the j-th is added behind the decoder's layer j.
       activation: of the MLPs.
       gated: MLPs have a gate next to what they go through.
@@ -49,8 +51,10 @@ class VisionArch:
       rope_alternates: rows turn with the even ones of all frequencies, columns with the odd ones; else both with the
         even ones.
       turns: patches have places, which turn queries and keys; else they have learned positions alone.
-      merger: what makes tokens of squares of patches: an MLP; one after a product; or a product with their mean, which
-        passes a norm before or ("scaled") is scaled by sqrt(M) and passes a norm without scales.
+      merger: what makes tokens of squares of patches: an MLP; one after a product; a product with their mean, which
+        passes a norm before or ("scaled") is scaled by sqrt(M) and passes a norm without scales; or ("gated") an MLP
+        with gates after two products, of which the first has a bias, and the second a norm and GELU after it.
+      merger_ffn_size: F of that MLP; 0: it follows from other sizes.
       standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
       image_tokens: that an image has at most, as the model's processor scales it; 0: there is no such limit.
@@ -97,6 +101,7 @@ class VisionArch:
     rope_alternates: bool = False
     turns: bool = True
     merger: Merging = "mlp"
+    merger_ffn_size: int = 0
     standardizes: bool = False
     image_side: int = 0
     image_tokens: int = 0
@@ -172,7 +177,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         hidden_size=width,
         num_heads=count("num_heads", 16),
         ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
-        out_size=count("out_hidden_size", 3584) if family.merger == "mlp" else hidden_size,
+        out_size=count("out_hidden_size", 3584) if family.merger in ("mlp", "gated") else hidden_size,
         patch_size=patch_size,
         temporal_patch_size=config.count("temporal_patch_size", family.frames),
         channels=count("in_channels", config.count("in_chans", CHANNELS)),
@@ -195,10 +200,11 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         attention_scale=family.attention_scale,
         clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
         norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
-        merger_eps=rms_norm_eps if family.merger == "projected" else norm_eps,
+        merger_eps={"projected": rms_norm_eps, "gated": GATED_MERGER_EPS}.get(family.merger, norm_eps),
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
+        merger_ffn_size=config.count("intermediate_size") if family.merger == "gated" else 0,
         standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,
         image_tokens=(image_side // merge_size) ** 2,
@@ -270,6 +276,8 @@ def _read_table_side(config: ConfigFile, family: VisionFamily) -> int:
         return 0
     if family.positions == "axes":
         return config.count("position_embedding_size")
+    if family.positions == "cubic":
+        return config.count("image_size") // config.count("patch_size")
     side = math.isqrt(positions := config.count("num_position_embeddings", 2304))
     if side * side != positions:
         raise CheckpointError(f"{config.path}: vision_config.num_position_embeddings is {positions}, not a square")

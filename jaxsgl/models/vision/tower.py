@@ -1,4 +1,4 @@
-"""The vision towers of Qwen's, Mistral's and Gemma's models: patches of images in, a row for each of their tokens out.
+"""The vision towers of Qwen's, GLM's, Mistral's and Gemma's models: patches of images in, a row for each token out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
 image, or within a window of it, and takes queries in blocks, so that scores of all pairs never stand in memory at once.
@@ -7,7 +7,7 @@ each patch lies (`batch/patches.py`). The parameters of all layers are stacked, 
 Knows no requests and no pool of embeddings; `engine/encoding.py` runs it.
 
 Source: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (windows, arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) technical
-reports; deepstack is arXiv 2406.04334. Pixtral 12B (arXiv 2410.07073).
+reports; deepstack is arXiv 2406.04334. Pixtral 12B (arXiv 2410.07073). GLM-4.1V (arXiv 2507.01006).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Patches(NamedTuple):
     Attributes:
       pixels: `[P, C]` uint8.
       places: `[P, 2]` int32, row and column in the image.
-      taps: `[P, 4]` int32, learned positions around the patch.
-      weights: `[P, 4]` float32, of the taps.
+      taps: `[P, 4]` int32, learned positions around the patch; `[P, 16]` for cubics.
+      weights: the same in float32, of the taps.
       windows: `[P]` int32, which window of all images; of towers without windows it means nothing.
       segments: `[P]` int32, which image; -1 for padding, here and above.
     """
@@ -77,6 +77,9 @@ class Merger(Matrices):
         self._normalized = wide if normalizes_squares else arch.hidden_size
         self._wide, self._how, self._eps = wide, arch.merger, arch.merger_eps
         stack = () if count is None else (count,)
+        if arch.merger == "gated":
+            self._declare_gated(arch, dtype, stack)
+            return
         if arch.merger != "scaled":
             _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms or arch.merger == "pooled")
         if arch.standardizes:
@@ -88,6 +91,13 @@ class Merger(Matrices):
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
         if arch.merger not in ("pooled", "scaled"):
             _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
+
+    def _declare_gated(self, arch: VisionArch, dtype: jnp.dtype, stack: tuple[int, ...]) -> None:
+        wide, out, units = arch.merged_size, arch.out_size, arch.merger_ffn_size
+        _linear(self, "merge", (*stack, out, wide), dtype)
+        _norm(self, "norm", (*stack, out), dtype, is_root=False)
+        for name, shape in {"mix": (out, out), "gate": (units, out), "fc1": (units, out), "fc2": (out, units)}.items():
+            _linear(self, name, (*stack, *shape), dtype, has_bias=False)
 
     def __call__(self, x_PM: jax.Array, index: int | jax.Array | None = None) -> jax.Array:
         """`[P, M]` to `[P / 4, D]`, by the merger `index` of the stack."""
@@ -104,6 +114,12 @@ class Merger(Matrices):
             else:
                 normed = _normalized(self, "norm", mean.astype(x_PM.dtype), of, self._eps)
             return _through(self, "fc1", normed, of)
+        if self._how == "gated":
+            mixed = _through(self, "mix", _through(self, "merge", x_PM.reshape(-1, self._wide), of), of)
+            read = jax.nn.gelu(_normalized(self, "norm", mixed, of, self._eps), approximate=False)
+            return _through(
+                self, "fc2", jax.nn.silu(_through(self, "gate", read, of)) * _through(self, "fc1", read, of), of
+            )
         x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
         x = _through(self, "merge", x, of) if self._how == "projected" else x
         x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
@@ -182,8 +198,12 @@ class Tower(Matrices):
             x_PM = _normalized(self, "norm0", x_PM, self._of, arch.norm_eps)
         if not arch.table_side:
             return x_PM
-        table = _array(self, "positions").at[patches.taps].get(mode="promise_in_bounds").astype(jnp.float32)
-        return x_PM + jnp.sum(table * patches.weights[:, :, None], axis=1).astype(x_PM.dtype)
+        table = _array(self, "positions")
+        learned = jnp.zeros(x_PM.shape, jnp.float32)
+        for tap in range(patches.taps.shape[1]):  # one by one, so that no array of all of them stands in memory
+            rows = table.at[patches.taps[:, tap]].get(mode="promise_in_bounds").astype(jnp.float32)
+            learned += rows * patches.weights[:, tap, None]
+        return x_PM + learned.astype(x_PM.dtype)
 
     def _of(self, name: str) -> jax.Array:
         return _array(self, name)
