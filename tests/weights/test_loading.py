@@ -23,6 +23,7 @@ from jaxsgl.weights import as_stored, load_params
 from tests.checkpoint_kinds import CHECKPOINT_KINDS
 from tests.checkpoints import make_checkpoint, reference_logits
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+from tests.vision_models import make_model
 
 
 def load(folder: Path, dtype: str = "float32") -> nnx.State:
@@ -139,6 +140,15 @@ def test_layers_that_predict_further_tokens_may_be_left_over_in_ernies_names(
     with caplog.at_level(logging.INFO):
         load(folder)
     assert "4 tensors of a draft head (model.mtp_*) are no part of the model" in caplog.text
+
+
+def test_a_layer_after_the_last_one_may_be_left_over_beside_a_tower(tmp_path: Path) -> None:
+    make_model(tmp_path, "glm4v_moe")
+    rewrite(tmp_path, model__language_model__layers__3__eh_proj__weight=torch.zeros(8))
+    load(tmp_path)
+    rewrite(tmp_path, model__language_model__layers__2__eh_proj__weight=torch.zeros(8))
+    with pytest.raises(CheckpointError, match=r"not part of Glm4vMoeForConditionalGeneration .*layers\.2\.eh_proj"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
