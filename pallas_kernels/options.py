@@ -1,4 +1,4 @@
-"""The options of attention besides its arrays: softmax scale, sliding window, soft cap; and the sum with a sink.
+"""The options of attention besides its arrays: softmax scale, window, chunks, soft cap; and the sum with a sink.
 
 Owns their ranges and what they mean for a position. Used by the callers of the public functions and by every backend.
 """
@@ -15,7 +15,7 @@ class AttentionOptions:
     """Static options of an attention op; hashable, so that it can be a static argument of `jax.jit`.
 
     Raises:
-        ValueError: a window or a value below 1, or a scale or soft cap that isn't positive and finite.
+        ValueError: a window, chunk or value below 1, or a scale or soft cap that isn't positive and finite.
     """
 
     sm_scale: float | None = None
@@ -31,14 +31,21 @@ class AttentionOptions:
     """Whether queries of an extend may see positions after their own, up to where `seen` says."""
     in_fixed_order: bool = False
     """Whether a decode's sums have an order that depends on the sequence alone; set by `api` in programs that ask."""
+    chunk: int | None = None
+    """A query at position p sees no position before p // chunk * chunk; None is no limit. `chunks` makes plain
+    attention of it before a backend is called. Not for queries that see ahead, nor for latents."""
 
     def __post_init__(self) -> None:
         if self.sm_scale is not None and not (0 < self.sm_scale < math.inf):
             raise ValueError(f"sm_scale is {self.sm_scale}; it must be positive, or None for 1 / sqrt(head size)")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be at least 1, or None for no window")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}; it must be at least 1, or None for no chunks")
         if self.value_dim is not None and self.value_dim < 1:
             raise ValueError(f"value_dim is {self.value_dim}; it must be at least 1, or None for values of their own")
+        if self.chunk is not None and (self.value_dim is not None or self.sees_ahead):
+            raise ValueError(f"chunk is {self.chunk}; it must be None for latents and for queries that see ahead")
         if self.logit_soft_cap is not None and not (0 < self.logit_soft_cap < math.inf):
             raise ValueError(f"logit_soft_cap is {self.logit_soft_cap}; it must be positive, or None for no cap")
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.api.stores import as_kept, check_new_tokens, rotate_and_store
 from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
+from pallas_kernels.chunks import in_newest_chunk, split_at_chunks
 from pallas_kernels.dispatch import choose_backend, choose_kernel, refusals_of
 from pallas_kernels.latent import LatentHeads
 from pallas_kernels.options import AttentionOptions
@@ -62,8 +63,8 @@ def store_and_decode(
     q = kv.kept(qkv.num_kv_heads).queries(q)
     _check_decode(q, kv, options, sinks)
     new = as_kept(k, v, kv)
-    run = chosen.store_and_decode.run
-    out, stored = run(_scale_queries(q, kv), *new, kv.unscaled(), slots, sinks, options, interpret)
+    run, (seen, options) = chosen.store_and_decode.run, in_newest_chunk(kv.unscaled(), options)
+    out, stored = run(_scale_queries(q, kv), *new, seen, slots, sinks, options, interpret)
     return _scale_output(out, kv), dataclasses.replace(kv, k=stored.k, v=stored.v)
 
 
@@ -82,7 +83,7 @@ def paged_decode_attention(
         q: `[S, N, H]`, the query at position lengths[s] - 1, whose KV is stored already. Query head n reads kv head
             n // (N // K).
         kv: the cache; a sequence of length 0 is a padding row, whose output is zeros.
-        options: softmax scale, sliding window, soft cap, and what is a value.
+        options: softmax scale, sliding window, chunks, soft cap, and what is a value.
         sinks: `[N]` float32, a score per query head that joins the denominator of its softmax and has no value; None
             is a plain softmax. It is compared with scaled and capped scores, and seen by every query.
         backend: one of `BACKENDS`. A named one runs or raises; "auto" takes the best that can run.
@@ -94,6 +95,7 @@ def paged_decode_attention(
     _check_decode(q, kv, options, sinks)
     if is_order_fixed():
         options = dataclasses.replace(options, in_fixed_order=True)
+    kv, options = in_newest_chunk(kv, options)
     decode = choose_kernel("paged_decode_attention", lambda each: each.decode, backend, q, kv, interpret=interpret)
     out = decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret)
     return _scale_output(out, kv)[..., : options.value_dim]
@@ -167,6 +169,9 @@ def paged_extend_attention(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
             f"and lengths has S = {kv.num_seqs}"
         )
+    if seen is not None and options.chunk is not None:
+        raise ValueError(f"options.chunk is {options.chunk}; it must be None where queries see ahead")
+    query_offsets, kv, options = split_at_chunks(query_offsets, len(q), kv, options)
     scaled, call = _scale_queries(q, kv), (query_offsets, kv.unscaled(), sinks, options, interpret)
     if seen is None:
         extend = choose_kernel("paged_extend_attention", lambda each: each.extend, backend, q, kv, interpret=interpret)

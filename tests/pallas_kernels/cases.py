@@ -115,7 +115,7 @@ def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions, si
         v = np.concatenate(v_pages[page_table[s]], axis=1)[:, :length]
         for token in range(begin, end):
             position = length - (end - token)
-            first = int(max(0, position - window + 1))
+            first = int(max(0, position - window + 1, position - position % (options.chunk or position + 1)))
             queries = q[token].reshape(num_kv_heads, -1, q.shape[2])
             scores = queries @ k[:, first : position + 1].swapaxes(1, 2) * options.scale(q.shape[2])  # [K, N / K, keys]
             if cap is not None:
