@@ -34,11 +34,12 @@ REASONING_FORMS = {
         frames=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
     ),
     "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
+    "hunyuan": ReasoningForm("<think>", "</think>", frames=(("<answer>", "</answer>"),)),
 }
 # The names that SGLang and vLLM have for the same forms.
 _OF_COHERE = ("cohere_command3", "cohere_command4")
 _REASONING_NAMES = {
-    "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "think",
+    "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "hunyuan",
     "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "olmo3": "think", "smollm3": "think",
     "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
     "step3": "think_always", "minimax": "think_always", "minimax_m2": "think_always",
@@ -49,8 +50,8 @@ _CALL_NAMES = {
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "openai": HARMONY,
-    **dict.fromkeys(_OF_COHERE, "cohere"),
+    "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "hunyuan_a13b": "hunyuan",
+    "openai": HARMONY, **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
@@ -72,6 +73,7 @@ _CALL_SIGNS = (
     (re.compile(r"<\|tool_call\|>"), "granite"),
     (re.compile(r"<\|tool_call>"), "gemma4"),
     (re.compile(r"<tool_call>"), "hermes"),
+    (re.compile(r"<tool_calls>"), "hunyuan"),
     (re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]"), "mistral_v11"),
     (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
     (re.compile(r"\[func_name1\("), "pythonic"),
@@ -83,6 +85,7 @@ _REASONING_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
     (re.compile(r"</?seed:think>"), "seed_oss"),
     (re.compile(r"<\|START_(?:THINKING|RESPONSE)\|>"), "cohere"),
+    (re.compile(r"<think>(?s:.*)<answer>|<answer>(?s:.*)</?think>"), "hunyuan"),
     (re.compile(r"</think>|add_generation_prompt(?s:.*)<think>"), "think"),
     (re.compile(r"\[/THINK\]"), "mistral"),
     (re.compile(r"<\|channel>thought"), "gemma4"),

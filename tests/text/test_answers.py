@@ -67,6 +67,7 @@ HARMONY_TEXT_AND_CALL = (
 MISTRAL = (
     '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, {"name": "now", "arguments": {}}]'
 )
+HUNYUAN_CALLS = f"<tool_calls>{MISTRAL.removeprefix('[TOOL_CALLS] ')}</tool_calls>"
 MISTRAL_V11 = '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}'
 OLMO = '<function_calls>\nweather(city="Paris", days=2)\nnow()\n</function_calls>'
 KIMI = (
@@ -195,6 +196,7 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ),
     ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", "", [("now", {})]),
     ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", {})]),
+    ("hunyuan", HUNYUAN_CALLS, "", "", [("weather", PARIS), ("now", {})]),
     (
         "cohere",
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
@@ -535,6 +537,16 @@ def test_what_frames_coheres_answers_is_no_text_of_them(tools: dict[str, Any]) -
     assert {"<|START_RESPONSE|>", "<|END_ACTION|>"} <= {*dialect.markers}
 
 
+@pytest.mark.parametrize("tools", [TOOLS, {}])
+def test_what_frames_hunyuans_answers_and_calls_is_no_text_of_them(tools: dict[str, Any]) -> None:
+    dialect = dialect_of(None, "hunyuan_a13b", "hunyuan_a13b")
+    for thought in ("Hm.", ""):
+        text = f"<think>\n{thought}\n</think>\n<answer>\nI look.\n{HUNYUAN_CALLS}\n</answer>"
+        calls = [("weather", json.dumps(PARIS, separators=(",", ":"))), ("now", "{}")] if tools else []
+        answer = "I look." if tools else f"I look.\n{HUNYUAN_CALLS}"
+        assert result(dialect.parser(tools), list(text)) == (thought, answer, calls)
+
+
 def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
     dialect = dialect_of(None, "hermes", "qwen3")
     assert dialect.reasoning_is_open_after("<|im_start|>assistant\n<think>\n")
@@ -563,6 +575,7 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("'List of tools: <|tool_list_start|>[' + tool", "lfm2", None),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
+        ("<think>{{ '<answer>' }}</think><tool_calls>[{{ calls }}]", "hunyuan", "hunyuan"),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),
         ("in the format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", None),
         ("<seed:think>{{ thought }}</seed:think><seed:tool_call>\n<function=", "seed_oss", "seed_oss"),

@@ -76,6 +76,9 @@ TEXTS = {
     ],
     "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
+    "hunyuan": [
+        '<tool_calls>[{"name": "weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]</tool_calls>'
+    ],
     "cohere": [
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "x"}},\n'
         '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>'
