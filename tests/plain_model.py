@@ -51,6 +51,9 @@ def causal_attention(
     mask = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
     if options.sliding_window is not None:
         mask &= ~jnp.tril(mask, -options.sliding_window)
+    if options.chunk is not None:
+        chunk = jnp.arange(num_tokens) // options.chunk
+        mask &= chunk[:, None] == chunk
     scores = jnp.where(mask, scores, -jnp.inf)
     if sinks is not None:  # as a last token without a value
         column = jnp.broadcast_to(sinks[:, None, None], (num_heads, num_tokens, 1))

@@ -274,11 +274,15 @@ class ModelArch:
         return next((mlp for mlp in mixtures if isinstance(mlp, MoeMlp)), None)
 
     def attention_options(self, layer_index: int) -> AttentionOptions:
-        """Scale, window and soft cap of a layer's attention, what is a value of a latent, and whether it sees ahead."""
+        """Scale, window, chunk and soft cap of a layer's attention, what is a value of a latent, and whether it sees
+        ahead.
+        """
         value_dim = None if self.latent is None else self.latent.kv_rank
-        window = self.layers[layer_index].window
-        sees_ahead = self.vision is not None and self.vision.sees_ahead_in(window is not None)
-        return AttentionOptions(self.attention_scale, window, self.attention_cap, value_dim, sees_ahead)
+        layer = self.layers[layer_index]
+        sees_ahead = self.vision is not None and self.vision.sees_ahead_in(layer.window is not None)
+        return AttentionOptions(
+            self.attention_scale, layer.window, self.attention_cap, value_dim, sees_ahead, chunk=layer.chunk
+        )
 
     def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
         """The format of a matrix of `layer`, by its name in `LayerSpec.matrices`."""
@@ -532,8 +536,8 @@ def _decoder_of(whole: ConfigFile, name: str, family: Family) -> ConfigFile:
 def _refuse_unbuilt(config: ConfigFile, family: Family) -> None:
     """Raises `CheckpointError` for a form of the family that isn't built."""
     for key, required in family.required.items():
-        value = config.get(key)
-        expected = config.get(required, required) if isinstance(required, str) else required
+        value = config.of_all_layers(key)
+        expected = config.of_all_layers(required, required) if isinstance(required, str) else required
         if value is not None and value != expected:
             raise CheckpointError(
                 f"{config.path}: {key} is {json.dumps(value)}, but of this family only models are served where it is "

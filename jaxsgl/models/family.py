@@ -47,7 +47,7 @@ class MoeFamily:
       shared_ffn_key: the key of F of the shared experts, taken together; all of a layer's MLP where a family that has
         this key has no others.
       latent_key: the key of `MoeMlp.latent_size`; None: experts read x.
-      shared_gate: see `MoeMlp`.
+      shared_gate, scales_inputs: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
       top_k_key: the key of the number of chosen experts.
       switch: the key that says whether there are experts, which stand next to each layer's MLP; None: there are, in the
@@ -55,7 +55,8 @@ class MoeFamily:
       expert_factors: see `MoeMlp`.
       dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
         `mlp_only_layers`. "first": the first ones, as many as `first_dense_key` says. "outside": all but every
-        `moe_layer_interval`th from `moe_layer_start_index` to `moe_layer_end_index`.
+        `moe_layer_interval`th from `moe_layer_start_index` to `moe_layer_end_index`. "unlisted": all but `moe_layers`,
+        or without these but every `interleave_moe_layer_step`th.
       first_dense_key: the key of the number of such first layers.
     """
 
@@ -72,12 +73,13 @@ class MoeFamily:
     shared_key: str | None = None
     shared_ffn_key: str | None = None
     shared_gate: bool = False
+    scales_inputs: bool = False
     latent_key: str | None = None
     clamped: bool = False
     top_k_key: str = "num_experts_per_tok"
     switch: str | None = None
     expert_factors: bool = False
-    dense_layers: Literal["none", "steps", "first", "outside"] = "none"
+    dense_layers: Literal["none", "steps", "first", "outside", "unlisted"] = "none"
     first_dense_key: str = "first_k_dense_replace"
 
 
@@ -157,7 +159,8 @@ class Family:
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm).
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
-      rotates_first: that norm comes after the rope; else before it.
+      unit_heads_key: the key that says whether `LayerSpec.unit_heads` holds in layers with a rope; None: in none.
+      rotates_first: norms of heads come after the rope; else before it.
       qkv_bias: whether q, k and v have biases; None: as config.json says.
       qkv_bias_key: the key that says it.
       attention_out_bias: whether the output projection has one; None: as config.json says.
@@ -182,7 +185,8 @@ class Family:
         without `layer_types` from the layer `max_window_layers` on. "even by flag": likewise, but in layers 0, 2, 4
         ... before that one. "all by flag": it holds in all layers if `use_sliding_window`. "late": without
         `layer_types`, it holds from the layer `max_window_layers` on. "listed": it holds in none but those of
-        `layer_types`.
+        `layer_types`. "chunks": attention is in chunks (`attention_chunk_size`) where `layer_types` says so, without
+        them where layers have a rope.
       full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
       full_first: that is the first of so many; else the last one.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
@@ -191,6 +195,8 @@ class Family:
         `rope_parameters` by kind of layer; None: one rope for all.
       alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
       grows_queries: `llama_4_scaling_beta` of the rope holds.
+      grows_unturned: queries of layers without a rope grow, if `attn_temperature_tuning`, as `attn_scale` and
+        `floor_scale` say.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
         none has one. "windows alone": those with windows. "type": all if `position_embedding_type` is "rope", else
         none. "none": none has.
@@ -235,6 +241,7 @@ class Family:
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
     qk_norm_key: str | None = None
+    unit_heads_key: str | None = None
     rotates_first: bool = False
     qkv_bias: bool | None = None
     qkv_bias_key: str = "attention_bias"
@@ -255,7 +262,7 @@ class Family:
     ffn_factor: int | None = None
     cut_ffn: bool = False
     activations: Mapping[str, str] = field(default_factory=dict)
-    windows: Literal["none", "always", "flag", "even by flag", "all by flag", "late", "listed"] = "none"
+    windows: Literal["none", "always", "flag", "even by flag", "all by flag", "late", "listed", "chunks"] = "none"
     full_every: int | None = None
     full_first: bool = False
     partial_rope: bool = False
@@ -263,6 +270,7 @@ class Family:
     sliding_theta: str | float | None = None
     alpha_stretches: bool = False
     grows_queries: bool = False
+    grows_unturned: bool = False
     turned_layers: Literal["all", "told", "windows", "windows alone", "type", "none"] = "all"
     caps: bool = False
     caps_logits: bool = False

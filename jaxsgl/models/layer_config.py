@@ -29,6 +29,7 @@ from jaxsgl.models.recurrent_config import (
 from jaxsgl.models.rope import RopeParams, read_rope
 from pallas_kernels import Router
 
+CHUNKED = "chunked_attention"
 _OF_ROUTERS = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
 
 
@@ -64,12 +65,17 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         check_own_ropes(config, types)
         check_reach(config)
     rope_of_type = _read_ropes(config, family, heads.size if latent is None else latent.rotated)
-    ropes = tuple(dict.fromkeys(rope_of_type.values()))
+    of_unturned = _read_growth(config, family) if not all(is_turned) else None
+    rope_of_layer = [
+        rope_of_type.get(each) if turned else of_unturned for each, turned in zip(types, is_turned, strict=True)
+    ]
+    ropes = tuple(dict.fromkeys(filter(None, (*rope_of_type.values(), of_unturned))))
     if latent is not None and latent.q_rank is None and any(rope.query_growth for rope in ropes):
         raise CheckpointError(f"{config.path}: llama_4_scaling_beta needs q_lora_rank, which is null")
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(_read_max_context(config, family), *stretched, 0)
-    window = _read_window(config, family, max_context)
+    window, chunk = _read_window(config, family, max_context), _read_chunk(config, family, max_context)
+    has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
     mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
@@ -81,11 +87,13 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         LayerSpec(
             mlp,
             window if each == SLIDING else None,
-            ropes.index(rope_of_type[each]) if turned and each != RECURRENT else None,
+            None if rope is None else ropes.index(rope),
             mixers.get(each, latent or "attention"),
             experts=experts,
+            chunk=chunk if each == CHUNKED else None,
+            unit_heads=has_unit_heads and turned,
         )
-        for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
+        for mlp, each, turned, rope in zip(mlps, types, is_turned, rope_of_layer, strict=True)
     )
     if family.own_parts:
         specs = with_own_parts(config, specs, types, FULL, heads)
@@ -122,7 +130,7 @@ def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bo
 
 
 def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> list[str]:
-    """`FULL`, `SLIDING` or `RECURRENT` for each layer."""
+    """`FULL`, `SLIDING`, `CHUNKED` or `RECURRENT` for each layer."""
     num_layers = len(is_turned)
     if family.recurrence is not None:
         return read_recurrent_types(config, family, num_layers)
@@ -132,7 +140,9 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
     if pattern is not None:
         for key in ("global_attn_every_n_layers", "_sliding_window_pattern", "sliding_window_pattern"):
             pattern = config.get(key, pattern)
-    if family.turned_layers == "told":
+    if family.windows == "chunks":
+        slides = is_turned
+    elif family.turned_layers == "told":
         slides = [not turned for turned in is_turned]
     elif family.windows in ("flag", "even by flag", "late"):
         limit, is_even = config.get("max_window_layers", 28), family.windows == "even by flag"
@@ -144,10 +154,11 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
     else:
         place = 0 if family.full_first else -1
         slides = [not pattern or (i - place) % pattern != 0 for i in range(num_layers)]
-    told = config.get("layer_types") or [SLIDING if each else FULL for each in slides]
+    limited = CHUNKED if family.windows == "chunks" else SLIDING
+    told = config.get("layer_types") or [limited if each else FULL for each in slides]
     for each in _of_each_layer(config, "layer_types", told, num_layers):
-        if each not in (FULL, SLIDING):
-            raise CheckpointError(f"{config.path}: layer_types has {each}; supported are {FULL} and {SLIDING}")
+        if each not in (FULL, limited):
+            raise CheckpointError(f"{config.path}: layer_types has {each}; supported are {FULL} and {limited}")
     return list(told)
 
 
@@ -164,7 +175,7 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
 
     Where tokens of images see ahead in layers with windows, these stay what they are.
     """
-    if family.windows == "none":
+    if family.windows in ("none", "chunks"):
         return None
     is_on = family.windows in ("always", "late", "listed") or config.get("use_sliding_window", False)
     is_given = config.get("sliding_window") is not None
@@ -173,6 +184,28 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     window = config.count("sliding_window")
     is_told_apart = family.vision is not None and family.vision.ahead == "in windows"
     return window if window < max_context or is_told_apart else None
+
+
+def _read_chunk(config: ConfigFile, family: Family, max_context: int) -> int | None:
+    """Positions of a chunk that layers attend within; None: all, as where no sequence is longer than the chunk."""
+    if family.windows != "chunks":
+        return None
+    chunk = config.count("attention_chunk_size")
+    return chunk if chunk < max_context else None
+
+
+def _read_growth(config: ConfigFile, family: Family) -> RopeParams | None:
+    """The rope of layers that turn nothing, whose queries may grow all the same; None: they don't."""
+    if not (family.grows_unturned and config.get("attn_temperature_tuning")):
+        return None
+    return RopeParams(
+        kind="proportional",
+        share=0.0,
+        interleaved=family.interleaved_rope,
+        query_growth=config.number("attn_scale"),
+        original_context=config.count("floor_scale"),
+        growth_offset=1,
+    )
 
 
 def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, RopeParams]:
@@ -210,7 +243,7 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
     both = config.section("rope_parameters") or config.section("rope_scaling")  # null and {} are the family's default
     if family.sliding_theta is None:
         one = rope(both, theta)
-        return {FULL: one, SLIDING: one}
+        return dict.fromkeys((FULL, SLIDING, CHUNKED), one)
     of_family = family.sliding_theta
     sliding_theta = config.number(of_family) if isinstance(of_family, str) else of_family
     if both is not None and (FULL in both.values or SLIDING in both.values):
@@ -305,6 +338,10 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
         every = config.count("moe_layer_interval", 1)
         mixed = range(first, num_layers if last == -1 else min(last + 1, num_layers))
         return [layer not in mixed or (layer + 1) % every != 0 for layer in range(num_layers)]
+    if family.dense_layers == "unlisted":
+        step = config.count("interleave_moe_layer_step", 1)
+        mixed = config.get("moe_layers", range(step - 1, num_layers, step))
+        return [layer not in mixed for layer in range(num_layers)]
     if family.dense_layers == "steps":
         step, dense = config.count("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
         return [layer in dense or (layer + 1) % step != 0 for layer in range(num_layers)]
@@ -340,6 +377,11 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         raise CheckpointError(
             f"{config.path}: {router.top_k} experts can't be chosen from {router.top_groups} groups of {group_size}"
         )
+    if family.scales_inputs and router.top_k != 1:
+        raise CheckpointError(
+            f"{config.path}: {config.told_as(family.top_k_key)} is {router.top_k}, but models whose experts read x "
+            "times their share are only served where a token has 1"
+        )
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
     shared_size = _read_shared_size(config, family, ffn_size)
     is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
@@ -353,6 +395,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         shared_gate=family.shared_gate,
         expert_factors=family.expert_factors,
         latent_size=config.count(family.latent_key) if is_latent and family.latent_key else 0,
+        scales_inputs=family.scales_inputs,
     )
 
 

@@ -214,6 +214,8 @@ class MoeMlp:
       expert_factors: an expert's share is multiplied by a number of its own.
       padding: units of zeros after an expert's F, so that devices have whole groups of weights.
       latent_size: numbers of what experts read and make, with a product before them and one after; 0: D.
+      scales_inputs: an expert reads x times the sigmoid of its logit, and its result is added as it is. Only where a
+        token has one expert (top_k is 1, and the share that the router's rule gives is 1).
     """
 
     num_experts: int
@@ -226,6 +228,7 @@ class MoeMlp:
     expert_factors: bool = False
     padding: int = 0
     latent_size: int = 0
+    scales_inputs: bool = False
 
     @property
     def num_units(self) -> int:
@@ -244,7 +247,9 @@ class LayerSpec:
     Attributes:
       mlp: what follows the mixer; None: the next layer does.
       window: a token attends to so many tokens, itself included; None: to all before it.
+      chunk: it attends to none before the last position that is a multiple of this; None: there is no such limit.
       rope: which of the model's ropes turns queries and keys; None: they are not turned.
+      unit_heads: queries and keys are brought to unit mean square, each head by itself, without scales.
       mixer: what mixes tokens; None: nothing does.
       unquantized: which of its `matrices` keep the model's dtype where others are quantized.
       stored_in: which of these the checkpoint has quantized, and how: they are dequantized as they are loaded.
@@ -268,6 +273,8 @@ class LayerSpec:
     keys_from: int | None = None
     experts: MoeMlp | None = None
     embedding_size: int = 0
+    chunk: int | None = None
+    unit_heads: bool = False
 
     @property
     def matrices(self) -> frozenset[str]:

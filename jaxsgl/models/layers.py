@@ -175,7 +175,7 @@ class LayerVectors(nnx.Module):
     """
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        self._norm_dtype = norm_dtype(arch, dtype)
+        self.norm_dtype = norm_dtype(arch, dtype)
         before = arch.norms in ("pre", "sandwich")
         after = arch.norms in ("post", "sandwich")
         self.attention_norm = self._norms(arch, before)
@@ -241,7 +241,7 @@ class LayerVectors(nnx.Module):
         """`[L, D]`."""
         if not exists:
             return None
-        return vector((arch.num_layers, arch.hidden_size), (None, None), self._norm_dtype, mean=mean)
+        return vector((arch.num_layers, arch.hidden_size), (None, None), self.norm_dtype, mean=mean)
 
     def _head_norms(self, arch: ModelArch, num_layers: int, groups: int) -> nnx.Param[jax.Array] | None:
         """`[L, H]`, the same for all heads; or of all heads, `[L, K, groups, H]`."""
@@ -249,10 +249,10 @@ class LayerVectors(nnx.Module):
             return None
         if arch.qk_norm == "head":
             h = max(heads.size for heads in arch.all_heads)
-            return vector((num_layers, h), (None, None), self._norm_dtype, mean=1.0)
+            return vector((num_layers, h), (None, None), self.norm_dtype, mean=1.0)
         axes = (None, "kv_heads", None, None)
         shape = num_layers, arch.num_kv_heads, groups, arch.head_dim
-        return vector(shape, axes, self._norm_dtype, mean=1.0)
+        return vector(shape, axes, self.norm_dtype, mean=1.0)
 
 
 def norm_dtype(arch: ModelArch, dtype: jnp.dtype) -> jnp.dtype:
@@ -279,6 +279,8 @@ class Attention(Matrices):
         self.eps, self.rotates_first, self.normalizes_values, self.qk_norm = (
             arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values, arch.qk_norm,
         )  # fmt: skip
+        # Kernels read a layer's row of scales. All layers have as many, so that their kernels are one.
+        self.num_ones = len(arch.attention_layers) if spec.unit_heads else 0
         axes = ("kv_heads", None, None, None)
         num_kv_heads, num_rows, _ = qkv_heads(arch)
         # Gates of numbers are rows of each kv head after all others; those of heads a matrix of their own.
@@ -317,8 +319,10 @@ class Attention(Matrices):
         bias, q_norm, k_norm = (
             rows.stack(stack, place) for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
         )
-        q_norm, k_norm = (own_scales(stack, 2 * cos.shape[-1]) for stack in (q_norm, k_norm))
-        row = rows.row(place)
+        row, head_dim = rows.row(place), 2 * cos.shape[-1]
+        q_norm, k_norm = (own_scales(stack, head_dim) for stack in (q_norm, k_norm))
+        if self.num_ones:
+            q_norm = k_norm = jnp.ones((self.num_ones, head_dim), vectors.norm_dtype)
         fused = product_of_heads(x_TD, self.matrix("qkv", kernels))
         qkv = FusedQkv(
             fused, cos, sin, bias, q_norm, k_norm, row, self.eps, self.rotates_first, self.normalizes_values,
@@ -328,7 +332,8 @@ class Attention(Matrices):
             assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             qkv = qkv.with_heads(adapters.add_to_qkv(qkv.whole, x_TD))
         if growth is not None:
-            assert bias is None and q_norm is None and not self.num_gates, "queries grow with the product alone"
+            assert q_norm is None and not self.num_gates, "queries grow with the product alone"
+            qkv = qkv if bias is None else replace(qkv.with_heads(_with_bias(qkv)), bias=None)
             factors = _of_queries(growth, qkv.product.shape[-2])
             qkv = replace(qkv, product=qkv.product * factors.astype(qkv.product.dtype))
         if q_norm is not None and q_norm.ndim > 2:
@@ -356,6 +361,11 @@ def own_scales(stack: jax.Array | None, head_dim: int) -> jax.Array | None:
     return stack if stack is None or stack.shape[-1] == head_dim else stack[..., :head_dim]
 
 
+def _with_bias(qkv: FusedQkv) -> jax.Array:
+    """`[T, K, G + 2, H]`: the product as a whole, with its bias."""
+    return qkv.whole if qkv.bias is None else qkv.whole + row_of(qkv.bias, qkv.layer, qkv.dtype)
+
+
 # Queries `[T, K, G, H]` and keys `[T, K, 1, H]`, their scales `[K, G, H]` and `[K, 1, H]`, and eps -> both, normalized.
 _Normalize: TypeAlias = Callable[[Sequence[jax.Array], Sequence[jax.Array], float], Sequence[jax.Array]]
 
@@ -365,10 +375,8 @@ def _normalized_in_stacks(qkv: FusedQkv, normalize: _Normalize) -> FusedQkv:
 
     Kernels have scales that heads share, so XLA does it.
     """
-    fused, q_norm, k_norm, layer = qkv.whole, qkv.q_norm, qkv.k_norm, qkv.layer
+    fused, q_norm, k_norm, layer = _with_bias(qkv), qkv.q_norm, qkv.k_norm, qkv.layer
     assert q_norm is not None and k_norm is not None
-    if qkv.bias is not None:
-        fused = fused + row_of(qkv.bias, layer, fused.dtype)
     heads, values = (fused[:, :, :-2], fused[:, :, -2:-1]), fused[:, :, -1:]
     normed = normalize(heads, [scale_of(each, layer, fused.dtype) for each in (q_norm, k_norm)], qkv.eps)
     return replace(qkv.with_heads(jnp.concatenate([*normed, values], axis=2)), bias=None, q_norm=None, k_norm=None)

@@ -5,6 +5,7 @@ grouping and products are functions of `pallas_kernels`. Never knows families or
 builds a `MoE` where a layer's spec has one.
 
 Experts may read a product of x, of fewer numbers, and another product goes back to the stream: LatentMoE (Nemotron 3).
+Or the one expert of a token reads x times its share (Llama 4).
 
 Shared experts are an MLP next to the others. On a GPU few rows take them for experts that all tokens choose, so that
 two products with experts do all of it and no kernels of an MLP's own are launched.
@@ -159,6 +160,8 @@ class MoE(Matrices):
         groups = group_by_expert(experts_Tk, num_experts + num_shared, is_token, backend=others)
         is_latent = self.spec.latent_size > 0
         read_TD = product(x_TD, self.matrix("latent_in")) if is_latent else x_TD
+        if self.spec.scales_inputs:
+            read_TD = _times_best_score(read_TD, logits_TE)
         y_MD = self._results(read_TD, groups, joined, kernels)
         choices = Choices(y_MD, groups.place_of, shares_Tk)
         mlp = None if joined is not None else self.shared
@@ -178,7 +181,8 @@ class MoE(Matrices):
         if shared is None or backend not in ON_GPUS or is_order_fixed():
             return None
         is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
-        if not is_plain or spec.latent_size or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
+        reads_x = not spec.latent_size and not spec.scales_inputs
+        if not is_plain or not reads_x or num_rows * spec.router.top_k > MOST_ROWS_WITH_SHARED * spec.num_experts:
             return None
         weights = [each.matrix(name) for each in (self, shared) for name in ("gate_up", "down")]
         plain = [each for each in weights if not isinstance(each, Matrix)]
@@ -235,6 +239,13 @@ class MoE(Matrices):
     def _shared(self, shared: MLP, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
         out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD)
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
+
+
+def _times_best_score(x_TD: jax.Array, logits_TE: jax.Array) -> jax.Array:
+    """Rows times the sigmoid of the largest of their logits, `[T, E]` or in parts `[P, T, E]`."""
+    whole_TE = jnp.sum(logits_TE, axis=0) if logits_TE.ndim == 3 else logits_TE
+    score_T = jax.nn.sigmoid(jnp.max(whole_TE, axis=-1))
+    return (x_TD.astype(jnp.float32) * score_T[:, None]).astype(x_TD.dtype)
 
 
 def expert_shapes(arch: ModelArch, spec: MoeMlp, num_devices: int) -> tuple[tuple[int, int], tuple[int, int]]:

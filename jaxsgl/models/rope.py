@@ -51,7 +51,9 @@ class RopeParams:
       sections: tokens have three positions (time, row, column), and so many pairs turn with each. (): tokens have one
         position.
       takes_turns: pairs of the three take turns, as far as rows and columns have any; else they stand in order.
-      query_growth: queries are multiplied by 1 + query_growth * log(1 + floor(position / original_context)).
+      query_growth: queries are multiplied by 1 + query_growth * log(1 + floor(p / original_context)), where p is the
+        position plus `growth_offset`.
+      growth_offset: see above.
     """
 
     theta: float = 10000.0
@@ -73,6 +75,7 @@ class RopeParams:
     sections: tuple[int, ...] = ()
     takes_turns: bool = True
     query_growth: float = 0.0
+    growth_offset: int = 0
 
     def for_context(self, context_length: int) -> RopeParams:
         """The rope for sequences of up to `context_length` tokens.
@@ -94,7 +97,8 @@ def inverse_frequencies(rope: RopeParams, head_dim: int) -> npt.NDArray[np.float
         plain = plain / rope.factor
     elif rope.kind == "llama3":
         turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        between = rope.high_freq_factor - rope.low_freq_factor  # 0: there is nothing between
+        keep = (turns - rope.low_freq_factor) / between if between else turns >= rope.low_freq_factor
         keep = np.clip(keep, 0.0, 1.0)
         plain = keep * plain + (1.0 - keep) * plain / rope.factor
     elif rope.kind == "yarn":
@@ -172,7 +176,7 @@ def tables_of(positions: jax.Array, rope: RopeParams | None, head_dim: int) -> R
     if positions.ndim > 1 and not (rope is not None and rope.sections):
         positions = positions[0]
     if rope is not None and rope.query_growth:
-        times = jnp.floor(positions.astype(jnp.float32) / rope.original_context)
+        times = jnp.floor((positions + rope.growth_offset).astype(jnp.float32) / rope.original_context)
         growth = 1.0 + rope.query_growth * jnp.log1p(times)
     return RopeTables(*rope_tables(positions, rope, head_dim), growth)
 

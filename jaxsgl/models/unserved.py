@@ -65,6 +65,7 @@ SERVED_BY_OTHERS = frozenset(
         "layers with a state-space model (Mamba)",
         "short convolutions in the place of attention",
         "a vision tower",
+        "attention in chunks",
         "keys and values that layers share",
         "an embedding for each layer",
         "heads of two sizes",

@@ -47,9 +47,10 @@ _WORDS = {
 }  # fmt: skip
 # Ways to begin a training that change the base model's weights as well.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_TENSOR = re.compile(  # those of a decoder that was adapted without its head begin with layers
+# Those of a decoder that was adapted without its head begin with layers. Attention's gates are no MLP's.
+_TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?:language_model\.)?(?:model\.)?(?:language_model\.|decoder\.)?layers\.(\d+)\."
-    r"(?:self_attn\.(?!gate_proj)|mlp\.|(?=fc[12]\.))(\w+)\.lora_(A|B)\.weight"  # attention's gates are no MLP's
+    r"(?:self_attn\.(?!gate_proj)|mlp\.|feed_forward\.|(?=fc[12]\.))(\w+)\.lora_(A|B)\.weight"
 )
 # Of Phi, OPT and StarCoder 2, which have no gates.
 _OTHER_WORDS = {

@@ -126,6 +126,13 @@ NAMES: dict[str, ExpertNames] = {
         down="experts.{}.w2.weight",
     ),
     "NemotronHForCausalLM": ExpertNames(block="model.layers.{}.mixer."),
+    **dict.fromkeys(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        ExpertNames(
+            block="model.layers.{}.feed_forward.", router="router.weight", shared="shared_expert.", transposed=True
+        ),
+    ),
+    "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
     "ExaoneMoeForCausalLM": ExpertNames(choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames()),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),

@@ -258,17 +258,19 @@ def _in_blocks(recipes: Mapping[Path, Recipe]) -> dict[Path, Recipe]:
     return {path: replace(each, sources=tuple(map(renamed, each.sources))) for path, each in recipes.items()}
 
 
+# MLPs that have another name.
+_FEED_FORWARD: dict[Path, Recipe] = {
+    path: replace(
+        recipe,
+        sources=tuple(replace(each, name=each.name.replace(".mlp.", ".feed_forward.")) for each in recipe.sources),
+    )
+    for path, recipe in OF_LAYER.items()
+    if path[0] == "mlp"
+}
 _BAMBA: dict[Path, Recipe] = {
     **_OF_MAMBA,
+    **_FEED_FORWARD,
     **_layer_norms(mlp_norm="pre_ff_layernorm"),
-    **{
-        path: replace(
-            recipe,
-            sources=tuple(replace(each, name=each.name.replace(".mlp.", ".feed_forward.")) for each in recipe.sources),
-        )
-        for path, recipe in OF_LAYER.items()
-        if path[0] == "mlp"
-    },
     ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
 }
 _NEMOTRON_H: dict[Path, Recipe] = {
@@ -403,6 +405,9 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "FlexOlmoForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "Exaone4ForCausalLM": _AFTER,
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": _HUNYUAN,
+    "Llama4ForCausalLM": _FEED_FORWARD,
+    "Llama4ForConditionalGeneration": _FEED_FORWARD,
     "GlmForCausalLM": _FUSED_GATE_UP,
     "Glm4ForCausalLM": _GLM4,
     "Glm4vForConditionalGeneration": _GLM4,

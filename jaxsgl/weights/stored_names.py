@@ -28,6 +28,7 @@ _BESIDE_TOWER = {
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
     "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
+    "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
 }
 _NEVER_SERVED = ("model.audio_tower.", "model.embed_audio.")
 _WITHIN = "model.language_model."
@@ -36,6 +37,7 @@ _OF_OWN_MODEL = {
     "language_model.model.": _WITHIN,
     "language_model.lm_head.": "lm_head.",
     "vision_tower.": "model.vision_tower.",
+    "vision_model.": "model.vision_model.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
 

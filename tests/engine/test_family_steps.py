@@ -46,6 +46,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
         "DeepseekV3ForCausalLM",
         {"n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "first_k_dense_replace": 1},
     ),
+    ("Llama4ForCausalLM", {"attention_chunk_size": 512, "num_local_experts": 8, "no_rope_layer_interval": 2}),
     ("GptOssForCausalLM", {"head_dim": 64, "num_attention_heads": 32, "num_local_experts": 8, **MIXED}),
 ]
 BUCKETS = (Bucket("decode", 64, 64, False), Bucket("extend", 128, 8, False))

@@ -13,6 +13,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
 from jaxsgl.engine.start.memory import HEADROOM, Memory, free_host_bytes, free_memory
+from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.engine.start.sizing import (
     choose_num_pages,
     choose_page_size,
@@ -89,6 +90,16 @@ def test_pages_on_tpus_have_a_form_that_kernels_take_and_waste_little(
     if head_dim in (32, 64) and (num_kv_heads == 8 or tokens % 128 == 0) and tokens > 1:
         assert wasted == 1
     assert wasted < 2 or (head_dim <= 64 and (num_kv_heads == 1 or tokens == 1))
+
+
+def test_pages_divide_the_chunks_that_layers_attend_within() -> None:
+    first, *others = BUNDLED.layers
+    arch = replace(BUNDLED, layers=(replace(first, chunk=96), *others))
+    assert choose_pages(EngineConfig(), arch, "gpu", 1)[0] == 32
+    assert choose_pages(EngineConfig(), arch, "cpu", 1)[0] == 16
+    check_flags(EngineConfig(page_size=48), arch)
+    with pytest.raises(ConfigError, match=r"--page-size is 64, but layers of .* within chunks of 96 tokens"):
+        check_flags(EngineConfig(page_size=64), arch)
 
 
 def test_devices_that_share_heads_of_64_keep_pairs_of_their_own() -> None:

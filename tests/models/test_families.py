@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoConfig, GptOssConfig
+from transformers import AutoConfig, GptOssConfig, Llama4TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsgl.errors import CheckpointError
@@ -446,6 +446,93 @@ def test_a_part_of_a_head_that_turns_comes_to_split_halves(interleaved: bool) ->
     assert pairs[:3] == ([(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)])
     assert np.all(inverse_frequencies(rope, 10)[3:] == 0)
     assert split_half_order(RopeParams(), 10) is None
+
+
+# With the keys that Llama 4 Scout's folder has for its decoder, and what Maverick's has instead.
+SCOUT: dict[str, Any] = {
+    "_attn_implementation_autoset": True, "attention_bias": False, "attention_chunk_size": 8192,
+    "attention_dropout": 0.0, "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000,
+    "cache_implementation": "static", "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192,
+    "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384, "layer_types": (["chunked_attention"] * 3 + ["full_attention"]) * 12,
+    "max_position_embeddings": 10485760, "model_type": "llama4_text", "moe_layers": list(range(48)),
+    "no_rope_layers": [1, 1, 1, 0] * 12, "num_attention_heads": 40, "num_experts_per_tok": 1,
+    "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16, "output_router_logits": False,
+    "pad_token_id": 200018, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_qk_norm": True, "vocab_size": 202048,
+}  # fmt: skip
+MAVERICK = SCOUT | {
+    "attn_temperature_tuning": 4, "interleave_moe_layer_step": 2, "max_position_embeddings": 1048576,
+    "moe_layers": None, "num_local_experts": 128, "rope_scaling": None, "use_qk_norm": False, "layer_types": None,
+    "no_rope_layers": [],
+}  # fmt: skip
+
+
+def test_llama_4_as_it_is_published_is_understood(tmp_path: Path) -> None:
+    def of(text: dict[str, Any]) -> ModelArch:
+        whole = {
+            "architectures": ["Llama4ForConditionalGeneration"], "boi_token_index": 200080, "text_config": text,
+            "eoi_token_index": 200081, "image_token_index": 200092, "tie_word_embeddings": False,
+            "vision_config": {"hidden_size": 1408, "vision_feature_layer": -1},
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        return ModelArch.from_folder(tmp_path)
+
+    scout, maverick = of(SCOUT), of(MAVERICK)
+    assert (scout.max_context, maverick.max_context) == (10_485_760, 1_048_576)
+    for arch in (scout, maverick):
+        assert [layer.chunk for layer in arch.layers] == [8192, 8192, 8192, None] * 12
+        grown, turned = arch.ropes[arch.layers[3].rope or 0], arch.ropes[arch.layers[0].rope or 0]
+        assert not inverse_frequencies(grown, 128).any() and inverse_frequencies(turned, 128).all()
+        assert (grown.query_growth, grown.original_context, grown.growth_offset) == (0.1, 8192, 1)
+        assert arch.mixture is not None and (arch.mixture.ffn_size, arch.mixture.shared_ffn_size) == (8192, 8192)
+    assert [layer.unit_heads for layer in scout.layers] == [True, True, True, False] * 12
+    assert all(isinstance(layer.mlp, MoeMlp) and layer.mlp.num_experts == 16 for layer in scout.layers)
+    assert not any(layer.unit_heads for layer in maverick.layers) and maverick.ffn_size == 16_384
+    assert [isinstance(layer.mlp, MoeMlp) for layer in maverick.layers] == [False, True] * 24
+    with pytest.raises(CheckpointError, match=r"num_experts_per_tok is 2, but .* only served where a token has 1"):
+        of(SCOUT | {"num_experts_per_tok": 2})
+
+
+def test_a_llama_3_rope_without_wavelengths_between_long_and_short_ones_is_that_of_transformers() -> None:
+    rope = RopeParams(500000.0, "llama3", 16.0, 1.0, 1.0, 8192)
+    config = Llama4TextConfig(rope_parameters={**SCOUT["rope_scaling"], "rope_theta": 500000.0})
+    expected = ROPE_INIT_FUNCTIONS["llama3"](config, None)[0].numpy()
+    np.testing.assert_allclose(inverse_frequencies(rope, 128), expected, rtol=1e-5)
+
+
+# With keys that Hunyuan-A13B-Instruct's folder has, and fewer layers.
+A13B: dict[str, Any] = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
+    "cla_share_factor": 2, "eod_token_id": 3, "eos_token_id": 127960, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 3072, "max_position_embeddings": 32768, "mlp_bias": False,
+    "model_type": "hunyuan_v1_moe", "moe_intermediate_size": [3072] * 4, "moe_layer_num_skipped": 0,
+    "moe_topk": [8] * 4, "norm_topk_prob": True, "norm_type": "rms", "num_attention_heads": 32, "num_experts": 64,
+    "num_hidden_layers": 4, "num_key_value_heads": 8, "num_shared_expert": [1] * 4, "pad_id": 127961,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": True, "use_cla": False,
+    "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_rotary_pos_emb": True, "vocab_size": 128167,
+}  # fmt: skip
+
+
+def test_numbers_that_a_file_lists_for_each_layer_must_be_equal(tmp_path: Path) -> None:
+    arch = arch_of(tmp_path, A13B | {"rope_scaling": HUNYUAN_ROPE})
+    assert arch is not None and arch.mixture is not None and arch.ropes[0].kind == "ntk"
+    assert (arch.mixture.router.top_k, arch.mixture.shared_ffn_size, arch.mixture.ffn_size) == (8, 3072, 3072)
+    for changes, message in (
+        ({"moe_topk": [8, 8, 4, 8]}, r"moe_topk is \[8, 8, 4, 8\], but .* layers all have the same"),
+        ({"moe_intermediate_size": [2048] * 4}, "moe_intermediate_size is 2048, but .* where it is 3072"),
+        ({"num_shared_expert": [2] * 4}, "num_shared_expert is 2, but"),
+        ({"moe_topk": []}, r"moe_topk is \[\], but"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(A13B | changes))
+        with pytest.raises(CheckpointError, match=message):
+            ModelArch.from_folder(tmp_path)
 
 
 # As their folders are published, but for sizes.

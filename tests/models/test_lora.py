@@ -46,6 +46,7 @@ KINDS: dict[
     "olmo2": [(ATTENTION + MLP, {"r": 4})],
     "arcee": [([*ATTENTION, "up_proj", "down_proj"], {"r": 4})],
     "ministral3": [(ATTENTION, {"r": 4})],
+    "llama4": [(ATTENTION, {"r": 4}), (ATTENTION + MLP, {"r": 3, "layers_to_transform": [0]})],
     "cohere2": [(ATTENTION + MLP, {"r": 4})],
     "opt": [(["q_proj", "v_proj", "out_proj", "fc1", "fc2"], {"r": 4, "alpha_pattern": {"fc1": 3}})],
 }

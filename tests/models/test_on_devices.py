@@ -26,6 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "gemma4_moe": {"num_experts": 8},
+    "llama4": {"num_local_experts": 8},
+    "hunyuan_moe": {"num_experts": 8},
     **{
         kind: {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
         for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe")
@@ -36,6 +38,7 @@ KINDS = (
     "llama_tied", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5", "mistral", "olmo3", "glm", "glm4", "smollm3",
     "gemma", "gemma2", "qwen2", "seed_oss", "granite", "hunyuan", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2",
     "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gemma4_small", "gemma4_moe",
+    "llama4", "hunyuan_moe",
 )  # fmt: skip
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
+from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
 from tests.agreement import check_agreement
-from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, OF_D_NUMBERS, OF_FAMILIES, VOCAB_SIZE
+from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, OF_D_NUMBERS, OF_FAMILIES, VOCAB_SIZE, values_of
 from tests.checkpoints import make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
 from tests.plain_model import causal_attend, checkpoint_logits, mesh_of, plain_recur
@@ -49,9 +50,8 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
     if isinstance(arch.recurrent_net, ShortConv):  # all channels are D
         axes = {name: length for name, length in axes.items() if not name.startswith("G") or name == "GT"}
     lengths = [*filter(None, axes.values())]
-    assert kind in (*OF_D_NUMBERS, "phi3", "olmoe", "helium") or len(set(lengths)) == len(lengths), (
-        "else axes could be mistaken for each other"
-    )
+    alike = (*OF_D_NUMBERS, "phi3", "olmoe", "helium", "hunyuan_moe", "llama4")  # the last two: with shared experts
+    assert kind in alike or len(set(lengths)) == len(lengths), "else axes could be mistaken for each other"
     prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:80]]
     expected = reference_logits(folder, prompt).numpy()
     assert expected.std() > 0.5
@@ -160,6 +160,21 @@ def test_the_text_of_a_gemma_4_that_hears_is_its_decoders(tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
     expected = checkpoint_logits(folder, PROMPT[:5])
     np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
+
+
+def test_the_text_of_a_llama_4_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    """Its tower is left out, and names are those that transformers writes, as in published folders."""
+    sizes = dict.fromkeys(("hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
+    tower = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28}
+    torch.manual_seed(0)
+    whole = Llama4ForConditionalGeneration(Llama4Config(text_config=values_of("llama4")[2], vision_config=tower)).eval()
+    whole.save_pretrained(tmp_path)
+    tokens = torch.tensor([[token % OF_FAMILIES["vocab_size"] for token in PROMPT[:40]]])
+    with torch.no_grad():
+        expected = whole(input_ids=tokens).logits[0].numpy()
+    assert expected.std() > 0.2
+    np.testing.assert_allclose(checkpoint_logits(tmp_path, tokens[0].tolist()), expected, atol=ATOL)
+    assert ModelArch.from_folder(tmp_path).vision is None
 
 
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:

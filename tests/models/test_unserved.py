@@ -20,7 +20,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 1536}, "no family of its form has layers with a state-space", None),
     ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3}, "no family of its form has short", "Lfm2MoeForCausalLM"),
     ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "sparse attention", "DeepseekV3ForCausalLM"),
-    ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "attention in chunks", "LlamaForCausalLM"),
+    ("Llama5ForCausalLM", {"attention_chunk_size": 8192}, "no family of its form has attention", "Llama4ForCausalLM"),
     (
         "Gemma3nForConditionalGeneration",
         {"text_config": {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4}},

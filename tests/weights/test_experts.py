@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from ml_dtypes import float8_e4m3fn
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -41,9 +43,9 @@ def parameters(folder: Path) -> dict[tuple, np.ndarray]:
 def stack_in_fp8(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor], scale: str) -> None:
     """Replaces the experts' numbers and their scales by stacks of all of a layer, as Qwen3-VL's are published."""
     tensors = load_file(folder / FILE)
-    blocks = {name.split(".experts.")[0] for name in tensors if ".mlp.experts." in name}
+    blocks = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
     for block in blocks:
-        for part, name in (("weight", ""), (scale, "_scale_inv")):
+        for part, name in (("weight", ""), (scale, scale.removeprefix("weight"))):
             each = [f"{block}.experts.{e}." for e in range(10)]
             gates, ups, downs = (
                 [tensors.pop(f"{expert}{kind}_proj.{part}") for expert in each] for kind in ("gate", "up", "down")
@@ -77,6 +79,38 @@ def test_stacks_in_fp8_are_their_experts_one_by_one(layout: str, tmp_path: Path)
     assert found.keys() == expected.keys()
     for path, array in expected.items():
         np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+def test_llama_4_in_fp8_loads_from_single_experts_and_from_stacks(tmp_path: Path) -> None:
+    """With a scale for each output, next to a tower, and with exceptions that name modules of the whole model."""
+    plain = make_checkpoint("llama4", tmp_path / "plain")
+    tensors = load_file(plain / FILE)
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
+        block = name.removesuffix("gate_up_proj")
+        for e, (both, down) in enumerate(zip(tensors.pop(name), tensors.pop(f"{block}down_proj"), strict=True)):
+            for kind, matrix in zip(("gate", "up", "down"), (*both.chunk(2, dim=1), down), strict=True):
+                tensors[f"{block}{e}.{kind}_proj.weight"] = matrix.T.contiguous()
+    save_file(tensors, plain / FILE)
+    excepted = [name.removesuffix(".weight") for name in tensors if re.search(r"(router|_attn\.._proj)\.weight", name)]
+    form = "compressed-tensors fp8 per channel"
+    folder = quantize_folder(plain, tmp_path / "stored", form, excepted=r"router|self_attn")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    quantization["ignore"] = [f"language_model.{name}" for name in ("lm_head", *excepted)] + ["vision_model.fc"]
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": config, "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": quantization}))
+    stored = {f"language_model.{name}": tensor for name, tensor in load_file(folder / FILE).items()}
+    save_file({**stored, "vision_model.fc.weight": torch.zeros(3, 3)}, folder / FILE)
+    prompt = list(range(3, 40))
+    np.testing.assert_allclose(
+        checkpoint_logits(folder, prompt), checkpoint_logits(folder / "meant", prompt), atol=1e-4
+    )
+    single = parameters(folder)
+    stack_in_fp8(folder, lambda x: x.mT, "weight_scale")
+    stacked = parameters(folder)
+    assert single.keys() == stacked.keys() and single["layers", 1, "mlp", "gate_up"].dtype == np.dtype(float8_e4m3fn)
+    for path, array in single.items():
+        np.testing.assert_array_equal(stacked[path], array, err_msg=str(path))
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors int4", "awq", "fp8 in blocks"])

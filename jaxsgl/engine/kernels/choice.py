@@ -69,8 +69,8 @@ def kernel_shapes(
     Where layers have other heads than the model, these are theirs in `arch.with_heads(..)`.
     """
     by_heads = arch.qk_norm in (None, "head")  # else XLA adds biases and normalizes
-    options = (
-        dataclasses.replace(arch.attention_options(layer), in_fixed_order=in_fixed_order)
+    options = (  # no kernel sees chunks
+        dataclasses.replace(arch.attention_options(layer), in_fixed_order=in_fixed_order, chunk=None)
         for layer in range(arch.num_layers)
     )
     return KernelShapes(
@@ -86,7 +86,7 @@ def kernel_shapes(
         has_sinks=arch.sinks,
         has_bias=arch.attention_bias and by_heads,
         has_out_bias=arch.attention_out_bias or arch.mlp_bias,
-        has_head_norms=arch.qk_norm == "head",
+        has_head_norms=arch.qk_norm == "head" or any(layer.unit_heads for layer in arch.layers),
         rotates_first=arch.rotates_first,
         normalizes_values=arch.normalizes_values,
         experts=_expert_shapes(arch, precision, num_devices),
@@ -128,7 +128,7 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
     width = mixture.width(arch.hidden_size)
     num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
-    is_refused = rest or fmt is not None or arch.by_experts or mixture.latent_size
+    is_refused = rest or fmt is not None or arch.by_experts or mixture.latent_size or mixture.scales_inputs
     if is_refused or num_shared > MOST_SHARED:  # see `MoE`
         num_shared = 0
     router = dataclasses.replace(mixture.router, num_shared=num_shared)

@@ -44,7 +44,16 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
 
 
 def _check_pages(config: EngineConfig, arch: ModelArch) -> None:
-    """Raises `ConfigError` for what takes pages that all layers have a like part of."""
+    """Raises `ConfigError` for pages that chunks don't begin with, and what takes pages that all layers have a like
+    part of.
+    """
+    page_size = config.page_size
+    for chunk in filter(None, (layer.chunk for layer in arch.layers)):
+        if isinstance(page_size, int) and not ends_page(chunk, page_size):
+            raise ConfigError(
+                f"--page-size is {page_size}, but layers of {arch.name} attend within chunks of {chunk} tokens, which "
+                "must be whole pages: give a size that divides it, or leave it out"
+            )
     if len(arch.all_heads) == 1:
         return
     refused = (

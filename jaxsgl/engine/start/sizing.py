@@ -7,6 +7,7 @@ steps need beside the pool turns out not to fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -116,8 +117,10 @@ KEPT_HEADS: dict[str, Callable[[int, int, int], KeptHeads]] = {"gpu": _on_gpu, "
 def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devices: int) -> tuple[int, KeptHeads]:
     """Tokens per page, and how each device keeps its kv heads in them: as kernels on the platform like it best."""
     page_size = choose_page_size(config, platform, arch.num_kv_heads // num_devices, arch.head_dim)
-    if arch.recurrent_net is not None and not isinstance(config.page_size, int):
-        page_size = max(page_size, STATE_PAGE_SIZE)
+    if not isinstance(config.page_size, int):
+        if arch.recurrent_net is not None:
+            page_size = max(page_size, STATE_PAGE_SIZE)
+        page_size = math.gcd(page_size, *filter(None, (layer.chunk for layer in arch.layers)))
     return page_size, kept_heads(platform, arch.kv_heads, num_devices, page_size)
 
 

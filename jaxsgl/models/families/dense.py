@@ -37,6 +37,36 @@ ERNIE = Family(
 # What Granite's dense models, its mixtures and its hybrids have in common.
 GRANITE = Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2})
 
+# What Hunyuan's dense models and its mixture have in common.
+HUNYUAN = Family(
+    qk_norm="head",
+    rotates_first=True,
+    alpha_stretches=True,
+    defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2},
+    ignored=frozenset(
+        {
+            "attention_head_dim",
+            "cla_share_factor",
+            "dense_list",
+            "eod_token_id",
+            "im_end_id",
+            "im_newline_id",
+            "im_start_id",
+            "mask_init_id",
+            "mlp_bias",
+            "norm_type",
+            "org_vocab_size",
+            "pad_id",
+            "pool_type",
+            "sep_token_id",
+            "text_end_id",
+            "text_start_id",
+            "use_qk_norm",
+            "use_rotary_pos_emb",
+        }
+    ),
+)
+
 # What GLM-4's older and newer form have in common.
 _GLM = Family(
     attention_out_bias=False,
@@ -332,34 +362,7 @@ DENSE: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "eos_token_id": 2},
         ignored=frozenset({"residual_dropout"}),
     ),
-    "HunYuanDenseV1ForCausalLM": Family(
-        qk_norm="head",
-        rotates_first=True,
-        alpha_stretches=True,
-        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 2},
-        ignored=frozenset(
-            {
-                "attention_head_dim",
-                "cla_share_factor",
-                "dense_list",
-                "eod_token_id",
-                "im_end_id",
-                "im_newline_id",
-                "im_start_id",
-                "mask_init_id",
-                "mlp_bias",
-                "norm_type",
-                "org_vocab_size",
-                "pad_id",
-                "pool_type",
-                "sep_token_id",
-                "text_end_id",
-                "text_start_id",
-                "use_qk_norm",
-                "use_rotary_pos_emb",
-            }
-        ),
-    ),
+    "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "Ernie4_5ForCausalLM": ERNIE,
     "GraniteForCausalLM": GRANITE,
     "ArceeForCausalLM": Family(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, QWEN3_VL
+from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, HUNYUAN, QWEN3_VL
 from jaxsgl.models.family import Family, MoeFamily
 
 GRANITE_MOE = MoeFamily(
@@ -47,7 +47,83 @@ _GLM4_MOE = Family(
     ignored=frozenset({"num_mtp_layers"}),
 )
 
+# Llama 4, whose dense layers have an F of their own. Layers with a rope attend in chunks; of the others queries grow.
+_LLAMA4 = Family(
+    unit_heads_key="use_qk_norm",
+    rotates_first=True,
+    interleaved_rope=True,
+    turned_layers="told",
+    windows="chunks",
+    grows_unturned=True,
+    keys={"intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size"},
+    moe=MoeFamily(
+        ("num_local_experts",),
+        score="softmax_of_chosen",  # of one expert 1: what it reads has its share already
+        renormalize=False,
+        scales_inputs=True,
+        shared_ffn_key="moe_intermediate_size",
+        dense_layers="unlisted",
+    ),
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size_mlp": 16_384,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "use_qk_norm": True,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "rope_theta": 500_000.0,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+    },
+    ignored=frozenset({"attn_scale", "attn_temperature_tuning", "floor_scale", "router_jitter_noise"}),
+)
+
 MIXTURES: dict[str, Family] = {
+    "Llama4ForCausalLM": _LLAMA4,
+    # Without what sees.
+    "Llama4ForConditionalGeneration": replace(
+        _LLAMA4,
+        section="text_config",
+        ignored=_LLAMA4.ignored | {"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"},
+    ),
+    "HunYuanMoEV1ForCausalLM": replace(
+        HUNYUAN,
+        moe=MoeFamily(
+            ("num_experts", "num_local_experts"),
+            ffn_key="intermediate_size",
+            renormalize=True,
+            shared_ffn_key="intermediate_size",
+            top_k_key="moe_topk",
+        ),
+        required={
+            "group_limited_greedy": False,
+            "moe_intermediate_size": "intermediate_size",
+            "moe_layer_num_skipped": 0,
+            "norm_topk_prob": True,
+            "num_shared_expert": 1,
+            "routed_scaling_factor": 1.0,
+            "use_mixed_mlp_moe": True,
+        },
+        defaults={**HUNYUAN.defaults, "num_experts": 1, "moe_topk": 1},
+        ignored=HUNYUAN.ignored
+        | {
+            "anyres_pooling_size",
+            "anyres_vit_max_image_size",
+            "image_token_id",
+            "num_media_embeds",
+            "video_end_id",
+            "video_start_id",
+            "vit_input_resolution",
+            "vit_mapping_type",
+            "vit_norm_type",
+            "vit_patch",
+            "vit_token",
+        },
+    ),
     "GraniteMoeForCausalLM": replace(
         GRANITE, mlp_bias=False, moe=replace(GRANITE_MOE, shared_ffn_key=None), defaults=GRANITE_MOE_DEFAULTS
     ),
