@@ -17,7 +17,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.paged_kv import BITS, to_bits, to_numbers
 from pallas_kernels.specs import ArgSpec
-from tests.grids import daily
+from tests.grids import NIGHTLY, daily
 from tests.pallas_kernels.cases import Case, assert_close, build_case, dense_attention, random_qkv
 
 CHUNK = 32
@@ -25,7 +25,8 @@ SPEC = ArgSpec("chunks", 6, 100, 9, 8, 2, 2, 128, jnp.float32)
 # Around chunks' ends; queries of one, two and three chunks, with padding sequences between them.
 LENGTHS, NUM_QUERIES = [72, 33, 0, 32, 65, 7], [48, 2, 0, 1, 34, 7]
 WITH_WINDOW = AttentionOptions(sliding_window=9, chunk=CHUNK)
-BACKENDS = ["reference", "xla", "triton", "mosaic_tpu", "native"]
+INTERPRETED = ["triton", *["mosaic_tpu"] * NIGHTLY]
+BACKENDS = ["reference", "xla", "native", *INTERPRETED]
 
 
 def case_of(backend: str) -> tuple[Case, jnp.dtype]:
@@ -35,12 +36,16 @@ def case_of(backend: str) -> tuple[Case, jnp.dtype]:
 
 
 def on(backend: str, op, options: AttentionOptions):
-    return jax.jit(functools.partial(op, options=options, backend=backend, interpret=backend in BACKENDS[2:4]))
+    return jax.jit(functools.partial(op, options=options, backend=backend, interpret=backend in INTERPRETED))
 
 
 @pytest.mark.parametrize("options", daily([AttentionOptions(chunk=CHUNK), WITH_WINDOW], every=2))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_sees_what_its_chunk_has_before_it(backend: str, options: AttentionOptions) -> None:
+def test_a_token_sees_what_its_chunk_has_before_it(
+    backend: str, options: AttentionOptions, request: pytest.FixtureRequest
+) -> None:
+    if backend == "native":
+        request.getfixturevalue("native_runs_here")
     case, dtype = case_of(backend)
     q, offsets, kv = case.extend_args()
     last = q[np.minimum(np.asarray(offsets)[1:] - 1, len(q) - 1)]
@@ -57,7 +62,7 @@ def test_a_token_sees_what_its_chunk_has_before_it(backend: str, options: Attent
     assert_close(on(backend, paged_decode_attention, options)(last, kv), of_last, dtype)
 
 
-@pytest.mark.parametrize("backend", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("backend", ["xla", *INTERPRETED[1:]])
 def test_a_token_that_a_decode_stores_is_stored_whatever_the_chunk(backend: str) -> None:
     case, dtype = case_of(backend)
     *_, kv = case.extend_args()
