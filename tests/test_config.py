@@ -299,6 +299,35 @@ def test_a_secret_that_others_can_read_or_guess_is_refused(tmp_path: Path, text:
 
 
 @pytest.mark.parametrize(
+    "entry",
+    [
+        "sql=/adapters/sql",
+        '{"name": "sql", "path": "/adapters/sql", "base_model_name": "m"}',  # vLLM's
+        '{"lora_name": "sql", "lora_path": "/adapters/sql", "pinned": false}',  # SGLang's
+    ],
+)
+def test_adapters_at_the_start_come_in_the_forms_of_other_servers_too(entry: str) -> None:
+    assert LoraConfig(lora_paths=(entry,)).adapters == {"sql": "/adapters/sql"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("sql=",), "names no folder"),
+        (('{"name": "sql"}',), "needs a name and a path"),
+        (('{"name": "sql",',), "is no JSON"),
+        (('{"lora_name": "sql", "lora_path": "/a", "pinned": true}',), "pinned, which isn't taken at the start"),
+        ("sql=/a", r"write \['name=folder'\]"),
+        ({"sql": "/a"}, r"write \['name=folder'\]"),
+        ([{"name": "sql", "path": "/a"}], r"write \['name=folder'\]"),
+    ],
+)
+def test_adapters_at_the_start_are_refused_with_the_form_to_write(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LoraConfig(lora_paths=given)
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ({"tp": 8, "dp_size": 3}, "give --tp 9"),

@@ -7,11 +7,12 @@ part may import this module.
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
 from jaxsgl.errors import ConfigError
@@ -27,6 +28,8 @@ KEEP_KV_S = 600.0
 ALL_MODULES = "all"
 MAX_ADAPTER_NAME_CHARS = 256
 MAX_ADAPTERS = 1024
+_ADAPTER_FORMS = 'name=folder, or {"name": "...", "path": "..."}'
+_WITHOUT_EFFECT = ("base_model_name",)  # of such objects, vLLM's: the parent in lists of models
 
 DRAFTING_FROM_TEXT = ("NGRAM", "SUFFIX")
 DRAFTING_FROM_OTHER_WEIGHTS = ("EAGLE3", "STANDALONE")
@@ -184,7 +187,8 @@ class LoraConfig:
     enable_lora: bool = flag(False, "let adapters be loaded while serving; --lora-paths implies it")
     lora_paths: tuple[str, ...] = flag(
         (),
-        "adapters to load at the start, as name=folder other=folder; a folder alone is its own name",
+        "adapters to load at the start, as name=folder other=folder, or as vLLM's and SGLang's JSON objects; a folder "
+        "alone is its own name",
         words=True,
         alias="--lora-modules",
     )
@@ -213,11 +217,13 @@ class LoraConfig:
     @property
     def adapters(self) -> dict[str, str]:
         """The folders of the adapters at the start, by name."""
-        named = (entry.split("=", 1) if "=" in entry else (entry, entry) for entry in self.lora_paths)
-        return {name: str(Path(folder).expanduser()) for name, folder in named}
+        return {name: str(Path(folder).expanduser()) for name, folder in map(_name_and_folder, self.lora_paths)}
 
     def __post_init__(self) -> None:
-        names = [entry.split("=", 1)[0] for entry in self.lora_paths]
+        given: Any = self.lora_paths
+        if not isinstance(given, list | tuple) or not all(isinstance(entry, str) for entry in given):
+            raise ConfigError(f"lora_paths is {given!r:.200}, but must be a list of texts: write ['name=folder']")
+        names = [name for name, _ in map(_name_and_folder, self.lora_paths)]
         allowed = f"names of 1 to {MAX_ADAPTER_NAME_CHARS} characters"
         for name in names:
             require(1 <= len(name) <= MAX_ADAPTER_NAME_CHARS, "--lora-paths", repr(name), allowed)
@@ -230,6 +236,29 @@ class LoraConfig:
         loaded = self.max_loaded_loras
         if loaded is not None and loaded < max(len(names), 1):
             raise ConfigError(f"--max-loaded-loras is {loaded}, but --lora-paths has {len(names)}: raise it")
+
+
+def _name_and_folder(entry: str) -> tuple[str, str]:
+    """Of an entry of --lora-paths. Raises `ConfigError`."""
+    if not entry.startswith("{"):
+        name, equals, folder = entry.partition("=")
+        if equals and not folder:
+            raise ConfigError(f"--lora-paths {entry:.200} names no folder: write {_ADAPTER_FORMS}")
+        return name, folder or name
+    try:
+        keys = json.loads(entry)
+    except ValueError as error:
+        raise ConfigError(f"--lora-paths {entry:.200} is no JSON ({error}): write {_ADAPTER_FORMS}") from None
+    name, folder = (keys.pop(f"lora_{key}", None) or keys.pop(key, None) for key in ("name", "path"))
+    if not (isinstance(name, str) and isinstance(folder, str) and name and folder):
+        raise ConfigError(f"--lora-paths {entry:.200} needs a name and a path: write {_ADAPTER_FORMS}")
+    for key, value in keys.items():
+        if value and key not in _WITHOUT_EFFECT:
+            raise ConfigError(
+                f"--lora-paths {entry:.200} holds {key}, which isn't taken at the start: leave it out, or load the "
+                "adapter by /load_lora_adapter"
+            )
+    return name, folder
 
 
 @dataclass(frozen=True)
