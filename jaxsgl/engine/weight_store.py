@@ -180,6 +180,7 @@ class EngineWeightStore:
             if isinstance(source, str | Path):
                 staged = self._read(resolve_model_folder(str(source)), made_up=False)
             elif _is_named(source):
+                _check_arrays(source)
                 staged = Staged(jax.tree.leaves(self._params_of(source, self._config)), None)
             else:
                 staged = Staged(self._copied(source), None)
@@ -281,9 +282,14 @@ class EngineWeightStore:
 
     def _copied(self, tree: Tree) -> list[Any]:
         """Copies of a tree's leaves in our dtypes: the trainer goes on to change or donate its own."""
-        given = _by_path(tree)
+        given, paths = _by_path(tree), _by_path(self._abstract)
+        if not given.keys() & paths.keys():
+            raise CheckpointError(
+                f"the weights are a {_kind_of(tree)} that holds no parameter of the model: give a folder, a dict of "
+                "arrays by the names of a checkpoint (as model.norm.weight), or a tree like llm.params"
+            )
+        _check_arrays({".".join(path): leaf for path, leaf in given.items()})
         self._check_leaves(given, "the tree", cast=True)
-        paths = _by_path(self._abstract)
         staged = []
         for path, place in paths.items():
             leaf = given[path]
@@ -334,6 +340,21 @@ def _staging_mesh(mesh: Mesh) -> Mesh:
 def _is_named(tree: Tree) -> TypeGuard[Mapping[str, Any]]:
     """Whether these are tensors by the names of a checkpoint, as model.norm.weight."""
     return isinstance(tree, Mapping) and all(isinstance(name, str) and "." in name for name in tree)
+
+
+def _check_arrays(given: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` for anything else by a name, as PyTorch's tensors."""
+    for name, leaf in given.items():
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise CheckpointError(
+                f"{name} is a {_kind_of(leaf)}, but must be an array of NumPy or JAX: "
+                "jax.dlpack.from_dlpack(tensor.detach().contiguous()) makes one of a PyTorch tensor"
+            )
+
+
+def _kind_of(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_same_model(arch: ModelArch, served: ModelArch, folder: Path) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.engine.weight_store import Tree
-from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.errors import CheckpointError, ConfigError, InvalidRequest
 from jaxsgl.messages.orders import (
     FlushCache,
     LoadAdapter,
@@ -232,18 +232,21 @@ class LLM(PoolingLLM):
         Raises:
           CheckpointError: they can't be read, or are those of another model. The old weights are served still.
         """
+        given: Any = weights
+        if given is None:  # as of a trainer that returns nothing
+            raise CheckpointError("the weights are None: give a folder, or arrays by the names of a checkpoint")
         self._order(UpdateWeights(0, "", version=weight_version), read=weights)
 
     def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Gives the memory of the weights ("weights") and of the KV cache ("kv_cache") back, until it is resumed."""
-        self._order(ReleaseMemory(0, tuple(map(MemoryTag, tags))))
+        self._order(ReleaseMemory(0, _memory_tags(tags)))
 
     def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Takes memory that was released again; weights are read from their folder, or their copy on the host.
 
         Raises `CheckpointError` if the weights can't be read: update them then.
         """
-        self._order(ResumeMemory(0, tuple(map(MemoryTag, tags))))
+        self._order(ResumeMemory(0, _memory_tags(tags)))
 
     def close(self) -> None:
         """Gives the model's and the cache's memory back; the object can't be used afterwards.
@@ -326,6 +329,13 @@ class Given:
     adapter: str | Sequence[str]
     speculative: bool | Sequence[bool]
     prediction: str | Sequence[str]
+
+
+def _memory_tags(given: Sequence[str]) -> tuple[MemoryTag, ...]:
+    wrong = [given] if isinstance(given, str) else [tag for tag in given if tag not in MEMORY_TAGS]
+    if wrong:
+        raise InvalidRequest(f"tags are {given!r:.200}, but must be a list of some of {', '.join(MEMORY_TAGS)}")
+    return tuple(map(MemoryTag, given))
 
 
 def _completion(

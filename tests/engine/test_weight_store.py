@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxsgl.engine import weight_store
-from jaxsgl.errors import CheckpointError, EngineUnavailable
+from jaxsgl.errors import CheckpointError, EngineUnavailable, InvalidRequest
 from jaxsgl.offline.llm import LLM
 from jaxsgl.requests.request import SamplingParams
 from jaxsgl.weights import KvScales
@@ -234,6 +235,22 @@ def test_a_tree_of_another_form_changes_nothing(
     assert answers(llm) == expected[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model.norm.weight": torch.ones(64)}, r"model.norm.weight is a torch.Tensor.*jax.dlpack.from_dlpack"),
+        ({"embedding": torch.ones(64)}, r"embedding is a torch.Tensor.*jax.dlpack.from_dlpack"),
+        ([("model.norm.weight", np.ones(64))], "a list that holds no parameter.*a dict of arrays by the names"),
+        (iter(()), "that holds no parameter"),
+        (None, "weights are None"),
+    ],
+)
+def test_what_is_no_tree_of_arrays_is_refused_with_what_to_give(llm: LLM, given: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        llm.update_weights(given)
+    assert llm.weight_version == "first"
+
+
 @pytest.mark.parametrize("number", [np.nan, -np.inf])
 def test_weights_that_are_not_finite_change_nothing(
     llm: LLM, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path, number: float
@@ -299,6 +316,14 @@ def test_released_memory_is_given_back_and_taken_again(llm: LLM, expected: list[
     assert live_bytes() == full
     assert answers(llm) == expected[0] and llm.weight_version == "first"
     assert llm.engine.recompiles == num_compiled
+
+
+@pytest.mark.parametrize("tags", ["kv_cache", ["kv_cache", "weight"]])
+def test_what_is_no_memory_is_refused_by_name(llm: LLM, tags: Any) -> None:
+    for order in (llm.release_memory_occupation, llm.resume_memory_occupation):
+        with pytest.raises(InvalidRequest, match=r"tags are .* must be a list of some of weights, kv_cache"):
+            order(tags)
+    assert not llm.engine.weight_store.released
 
 
 def test_an_update_takes_the_place_of_released_weights(
