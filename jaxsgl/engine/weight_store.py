@@ -361,9 +361,25 @@ def _check_same_model(arch: ModelArch, served: ModelArch, folder: Path) -> None:
     for field in dataclasses.fields(ModelArch):
         theirs, ours = getattr(arch, field.name), getattr(served, field.name)
         if theirs != ours and field.name not in _FREE_FIELDS:
+            name, theirs, ours = _difference(field.name, theirs, ours)
             raise CheckpointError(
-                f"{folder} is another model: its {field.name} is {theirs}, but {ours} is served: start a server with it"
+                f"{folder} is another model: its {name} is {theirs!s:.200}, but {ours!s:.200} is served: start a "
+                "server with it"
             )
+
+
+def _difference(name: str, theirs: Any, ours: Any) -> tuple[str, Any, Any]:
+    """Where two values that differ do so first, and what stands there: a model has dozens of layers."""
+    if isinstance(theirs, tuple) and isinstance(ours, tuple):
+        if len(theirs) != len(ours):
+            return f"number of {name}", len(theirs), len(ours)
+        index = next(index for index, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
+        return _difference(f"{name}[{index}]", theirs[index], ours[index])
+    if dataclasses.is_dataclass(ours) and type(theirs) is type(ours):
+        fields = (field.name for field in dataclasses.fields(ours))
+        part = next(field for field in fields if getattr(theirs, field) != getattr(ours, field))
+        return _difference(f"{name}.{part}", getattr(theirs, part), getattr(ours, part))
+    return name, theirs, ours
 
 
 def _equal_scales(a: KvScales, b: KvScales) -> bool:

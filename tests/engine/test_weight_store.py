@@ -189,7 +189,14 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_tensors(folder, lambda tensors: tensors.update({NORM: np.ones(63, np.float32)})),
         NORM,
     ),
-    "another size": (lambda folder: change_config(folder, intermediate_size=128), "another model: its"),
+    "another size": (
+        lambda folder: change_config(folder, intermediate_size=128),
+        r"another model: its layers\[0\].mlp.ffn_size is 128, but \d+ is served",
+    ),
+    "another depth": (
+        lambda folder: change_config(folder, num_hidden_layers=1, layer_types=["full_attention"]),
+        r"another model: its number of layers is 1, but \d+ is served",
+    ),
     "another architecture": (lambda folder: change_config(folder, architectures=["Foo"]), "Foo"),
 }
 
