@@ -18,6 +18,8 @@ from jaxsgl.frontend.http.openai.chat import prepare_chat
 from jaxsgl.frontend.http.openai.completions import _sampling as completion_sampling
 from jaxsgl.frontend.http.openai.ranking import RerankRequest
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
+from jaxsgl.frontend.http.sglang.generate import _sampling as sampling_of_generate
+from jaxsgl.frontend.http.sglang.generate import _Scores
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.requests.request import BOUNDS, SamplingParams
 from jaxsgl.text.tokenizer import Tokenizer
@@ -92,6 +94,14 @@ def test_both_apis_ask_for_the_same_sampling() -> None:
     assert ours == sglang
     assert ours.logit_bias == {7: 2.5}
     assert (ours.stop, ours.stop_token_ids) == (("end",), (3, 4))
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_generate_names_its_own_fields_where_too_many_tokens_must_come(most: int) -> None:
+    params = SamplingBody(min_new_tokens=3, max_new_tokens=most)
+    words = f"sampling_params.min_new_tokens is 3, but must be max_new_tokens={most} at most"
+    with pytest.raises(InvalidRequest, match=words):
+        sampling_of_generate(GenerateBody(text="a"), params, _Scores())
 
 
 def test_limits_of_tokens_reach_the_engine() -> None:

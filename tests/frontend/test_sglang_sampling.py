@@ -84,7 +84,7 @@ def test_max_new_tokens_0_is_prefill_only() -> None:
         ({"top_k": -2}, "top_k"),
         ({"n": 1_000_000}, "n is"),
         ({"min_new_tokens": 2, "max_new_tokens": 0}, "min_new_tokens"),
-        ({"min_new_tokens": 2, "max_new_tokens": 1}, "min_tokens"),
+        ({"min_new_tokens": 2, "max_new_tokens": 1}, "min_new_tokens is 2, but max_new_tokens is 1"),
         ({"stop": [""]}, "stop string"),
     ],
 )

@@ -73,8 +73,10 @@ def options_of(request: pb.GenerateRequest) -> GenerateOptions:
         raise InvalidRequest(f"stream_interval is {chunk_tokens}, but must be 1 and more")
     logprob_start = _logprob_start(request)
     prefill_only = params.HasField("max_new_tokens") and params.max_new_tokens == 0
-    if prefill_only and params.min_new_tokens:
-        raise InvalidRequest(f"min_new_tokens is {params.min_new_tokens}, but max_new_tokens is 0: raise it")
+    if params.HasField("max_new_tokens") and params.min_new_tokens > params.max_new_tokens:
+        raise InvalidRequest(
+            f"min_new_tokens is {params.min_new_tokens}, but max_new_tokens is {params.max_new_tokens}: raise it"
+        )
     return GenerateOptions(
         _sampling(request, prefill_only, scores_prompt=logprob_start is not None),
         request.stream,

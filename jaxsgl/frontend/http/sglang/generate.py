@@ -275,6 +275,11 @@ def _named_ids(body: GenerateBody, num_prompts: int) -> list[tuple[int, ...]]:
 
 
 def _sampling(body: GenerateBody, params: SamplingBody, scores: _Scores) -> SamplingParams:
+    if params.min_new_tokens > params.max_new_tokens:
+        raise InvalidRequest(
+            f"sampling_params.min_new_tokens is {params.min_new_tokens}, but must be max_new_tokens="
+            f"{params.max_new_tokens} at most"
+        )
     return sampling_params(
         params,
         max_tokens=max(1, params.max_new_tokens),  # the engine samples at least one token; `Writer` drops it
