@@ -169,7 +169,8 @@ class AdapterFolder:
         for name in self._file.tensors:
             match = _TENSOR.fullmatch(name)
             if match is None or int(match[1]) >= self._arch.num_layers:
-                raise CheckpointError(f"{self.folder}: tensor {name} {_why_not(name, self._arch)}{self._base()}")
+                elsewhere = f"belongs to no layer of {self._arch.name} that an adapter may change{self._base()}"
+                raise CheckpointError(f"{self.folder}: tensor {name} {_why_not(name) or elsewhere}")
             pairs.setdefault((int(match[1]), _OTHER_WORDS.get(match[2], match[2])), {})[match[3]] = name
         if not pairs:
             raise CheckpointError(f"{self.folder} holds no tensors")
@@ -264,7 +265,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _why_not(name: str, arch: ModelArch) -> str:
+def _why_not(name: str) -> str | None:
+    """Why no model is served with a tensor of this name; None: some are."""
     for part, why in (
         ("lora_embedding", "changes embeddings, which is not supported"),
         ("lora_magnitude_vector", "belongs to DoRA, which is not supported"),
@@ -275,7 +277,7 @@ def _why_not(name: str, arch: ModelArch) -> str:
     ):
         if part in name:
             return why
-    return f"belongs to no layer of {arch.name} that an adapter may change"
+    return None
 
 
 def _shape_of(arch: ModelArch, module: str) -> tuple[int, int]:

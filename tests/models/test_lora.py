@@ -140,6 +140,17 @@ def test_what_is_no_adapter_of_the_model_says_what_it_is(tmp_path: Path) -> None
             AdapterFolder(tmp_path, arch)
 
 
+@pytest.mark.parametrize("tensor", ["embed_tokens.lora_embedding_A", "layers.0.self_attn.q_proj.lora_magnitude_vector"])
+def test_what_is_served_for_no_model_is_not_put_down_to_the_base_of_the_adapter(tmp_path: Path, tensor: str) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": "some/other-model"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {f"base_model.model.model.{tensor}": np.zeros((4, 4), np.float32)}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"which is not supported$"):
+        AdapterFolder(tmp_path, ModelArch.from_folder(BUNDLED))
+
+
 @pytest.mark.parametrize("start", ["olora", "OLoRA", "pissa_niter_4"])
 def test_adapters_whose_training_began_with_a_change_of_the_base_are_refused(tmp_path: Path, start: str) -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": start}
