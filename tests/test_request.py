@@ -26,6 +26,9 @@ from jaxsgl.requests.request import Request, SamplingParams
         ({"repetition_penalty": 2.1}, "repetition_penalty is 2.1, but must be above 0, up to 2"),
         ({"min_tokens": 2**31}, "min_tokens is 2147483648, but must be 0 to 2147483647"),
         ({"min_tokens": 4, "max_tokens": 3}, "min_tokens is 4, but must be max_tokens=3 at most"),
+        ({"ignore_eos": "false"}, "ignore_eos is 'false', but must be true or false"),
+        ({"skip_special_tokens": None}, "skip_special_tokens is None, but must be true or false"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output is 1, but must be true or false"),
     ],
 )
 def test_values_out_of_range_are_refused_with_the_limit(params: dict[str, Any], words: str) -> None:

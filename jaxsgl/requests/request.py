@@ -79,6 +79,9 @@ BOUNDS = {
     "n": Bounds(1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
 }
 INTEGERS = frozenset({"top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n"})  # of `BOUNDS`
+SWITCHES = (
+    "include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "return_hidden_states", "return_routed_experts",
+)  # fmt: skip
 MAX_TOKENS_BOUNDS = Bounds(1, MAX_MAX_TOKENS, f"1 to {MAX_MAX_TOKENS}", optional=True)  # protocols have their own
 PLAIN = frozenset({int, float, bool, NoneType})  # types of numbers, and of none, as messages hold them
 LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0, "-100 to 100")  # of each entry
@@ -162,7 +165,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_type = check_integer if name in INTEGERS else check_number
             check_type(name, getattr(self, name))
             check_bounds(name, getattr(self, name), bounds)
-        for name in ("return_hidden_states", "return_routed_experts"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} is {getattr(self, name)!r:.100}, but must be true or false")
         if not isinstance(self.grammar, Grammar | None):
