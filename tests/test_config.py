@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxsgl.config.engine import EngineConfig, Limits, SchedulingConfig
@@ -56,6 +57,30 @@ def test_arguments_of_the_offline_model_have_other_servers_names_too() -> None:
             fields_of(EngineConfig, {name: True})
     with pytest.raises(ConfigError, match="tp_size and another name of tp are both given"):
         fields_of(EngineConfig, {"tp": 1, "tp_size": 2})
+
+
+def test_arguments_of_the_offline_model_have_other_servers_words_too() -> None:
+    given = {"model_path": Path("m"), "dtype": "half", "kv_cache_dtype": "fp8", "decode_buckets": [1]}
+    own = {"model": "m", "dtype": "float16", "kv_cache_dtype": "fp8_e4m3", "decode_buckets": (1,)}
+    assert fields_of(EngineConfig, given) == own
+    assert fields_of(EngineConfig, {"block_size": None, "seed": None, "lora": None}) == {}
+    assert fields_of(EngineConfig, {"tp": np.int64(2), "pp": None}) == {"tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("max_model_len", "512", r"int \| None"),
+        ("max_model_len", 512.0, r"int \| None"),
+        ("disable_radix_cache", "false", "bool"),
+        ("decode_buckets", "4", r"tuple\[int, \.\.\.\]"),
+        ("lora", {"enable_lora": True}, "LoraConfig"),
+        ("lora", True, "LoraConfig"),
+    ],
+)
+def test_arguments_of_the_offline_model_of_another_type_are_refused(name: str, value: object, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {re.escape(repr(value))}, but must be of type {kind}"):
+        fields_of(EngineConfig, {name: value})
 
 
 def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,6 +342,8 @@ SETTINGS = {
 }
 # Flag with several numbers -> the same.
 LISTS = {"--cuda-graph-bs": _SIZES, "--cuda-graph-sizes": _SIZES}
+# Of arguments of `jaxsgl.LLM` alone: what bounds clients of a server.
+OFFLINE = {"--limit-mm-per-prompt": "a prompt may have as many pictures and videos as its context has room for"}
 _OF_WORDS = ("--lora-paths", "--lora-modules", *LISTS)
 # Flag -> what to do instead.
 REFUSED = {
@@ -432,7 +434,7 @@ def words_of(without_effect: Sequence[str]) -> list[str]:
     reasons = {"--attention-backend": _KERNELS, "--ep": "each device has all experts without it"}
     reasons |= {"--grammar-backend": _GRAMMARS, "--load-format": "files are read as they are"}
     of_values = {f"{flag} {value}": reasons[flag] for flag, values in OTHER_VALUES.items() for value in values}
-    why = SWITCHES | SETTINGS | LISTS | of_values
+    why = SWITCHES | SETTINGS | LISTS | OFFLINE | of_values
     return [f"{name} changes nothing here: {why[name]}" for name in dict.fromkeys(without_effect)]
 
 
@@ -450,7 +452,7 @@ def own_arguments(config_type: type, given: Mapping[str, Any]) -> tuple[dict[str
             own[f"no_{name}"] = True
         elif isinstance(value, str) and value.lower() in OTHER_VALUES.get(flag, ()):
             without_effect.append(f"{flag} {value.lower()}")
-        elif flag in SWITCHES | SETTINGS | LISTS:
+        elif flag in SWITCHES | SETTINGS | LISTS | OFFLINE:
             without_effect.append(flag)
         elif flag not in REFUSED:
             own[name] = value

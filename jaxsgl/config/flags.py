@@ -7,15 +7,20 @@ there are: the dataclasses next to it and the benchmarks' settings declare them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import field
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import msgspec
 
 from jaxsgl.errors import ConfigError
 
@@ -94,14 +99,16 @@ def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
 
 
 def fields_of(config_type: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments of `config_type`, also for names that other servers have for flags.
+    """Returns keyword arguments of `config_type`, also for names and words that other servers have for flags.
 
-    Raises `ConfigError` for a name that is none, with what to give.
+    None is the default, as in vLLM, whose programs pass on all that they were given. Raises `ConfigError` for a name
+    that is none, with what to give, and for a value of another type.
     """
     names: dict[str, str] = {}  # to its field
     parts: dict[str, str] = {}  # field of a nested configuration -> how to give it
     hints = typing.get_type_hints(config_type)
-    for spec in dataclasses.fields(config_type):
+    specs = {spec.name: spec for spec in dataclasses.fields(config_type)}
+    for spec in specs.values():
         nested = hints[spec.name]
         if dataclasses.is_dataclass(nested):
             kind = typing.cast(type, nested)
@@ -115,8 +122,23 @@ def fields_of(config_type: type, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name} is no argument: {_way_out(name, list(names), parts)}")
         if names[name] in fields:
             raise ConfigError(f"{name} and another name of {names[name]} are both given: give one of them")
-        fields[names[name]] = value
+        if value is not None:
+            fields[names[name]] = _value_of(specs[names[name]], hints[names[name]], name, value)
     return fields
+
+
+def _value_of(spec: dataclasses.Field[Any], hint: Any, name: str, value: Any) -> Any:
+    """Returns an argument as its field holds it. Raises `ConfigError` for one of another type."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif isinstance(value, Integral) and not isinstance(value, bool):
+        value = int(value)  # NumPy's
+    if spec.metadata.get("choices") and isinstance(value, str):  # `check_choices` lists those that are allowed
+        return spec.metadata["same"].get(value, value)
+    if not isinstance(value, Mapping):  # of which msgspec would make a nested configuration
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(value, hint)
+    raise ConfigError(f"{name} is {value!r:.100}, but must be of type {spec.type}")
 
 
 def fields_by_name(config_type: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -47,15 +48,16 @@ class Offline:
     """An engine, its scheduler and its tokenizer. The arguments are those of `LLM`."""
 
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
-        own, without_effect = own_arguments(EngineConfig, flags)
+        given = flags if model == BUNDLED_MODEL else {"model": os.fspath(model), **flags}
+        own, without_effect = own_arguments(EngineConfig, given)
         for line in words_of(without_effect):
             logger.info(line)
-        self.config = EngineConfig(model=model, **fields_of(EngineConfig, own))
+        self.config = EngineConfig(**fields_of(EngineConfig, own))
         self._lock = threading.Lock()  # held while the engine serves a call or carries out an order
         self._is_closed = False
         self.engine, self._scheduler = build(self.config, limited=False)
-        made = self.engine.info.model_path
-        self.tokenizer = load_tokenizer(made if is_gguf(model) else model, self.config.revision)
+        named, made = self.config.model, self.engine.info.model_path
+        self.tokenizer = load_tokenizer(made if is_gguf(named) else named, self.config.revision)
 
     def _encode(self, prompt: Prompt) -> Encoded:
         try:
