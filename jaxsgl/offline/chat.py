@@ -19,6 +19,22 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 _KEYS = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 
 
+def conversations_of(given: Any) -> list[Conversation]:
+    """Returns one conversation, or many, as a list of them. Raises `InvalidRequest`."""
+    several = _as_list(given, "conversations are")
+    if several and isinstance(several[0], Mapping):
+        return [several]
+    return [_as_list(turns, "a conversation is") for turns in several]
+
+
+def _as_list(given: Any, what: str) -> list[Any]:
+    fits = hasattr(given, "__len__") and hasattr(given, "__iter__") and not isinstance(given, str | bytes | Mapping)
+    if not fits:
+        raise InvalidRequest(f"{what} of type {type(given).__name__}, but a conversation is a list of turns: write "
+                             '[{"role": "user", "content": ...}], or call generate')  # fmt: skip
+    return list(given)
+
+
 def read_chat(turns: Sequence[Mapping[str, Any]]) -> tuple[list[Turn], list[File]]:
     """Returns `turns` as chat templates take them, and their files. Raises `InvalidRequest`.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,9 @@ from jaxsgl.messages.orders import (
 )
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.models import Params
-from jaxsgl.offline.chat import Conversation, read_chat
+from jaxsgl.offline.chat import Conversation, conversations_of, read_chat
 from jaxsgl.offline.pooling import PoolingLLM
-from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, per_prompt, text_of
+from jaxsgl.offline.run import Encoded, Prompt, UseTqdm, as_list, encode_each, per_prompt, text_of
 from jaxsgl.requests.outputs import StatesSpec, hidden_states, routed_experts
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.prompts import encode_prediction, with_bad_word_ids
@@ -129,7 +129,7 @@ class LLM(PoolingLLM):
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
         several = as_list(prompts)
-        encoded = [self._encode(prompt) for prompt in several]
+        encoded = encode_each(self._encode, several)
         given = Given(list(map(text_of, several)), priority, cache_salt, adapter, speculative, prediction)
         return self._run(encoded, sampling_params, given, use_tqdm)
 
@@ -162,17 +162,13 @@ class LLM(PoolingLLM):
           chat_template: takes the place of the model's.
           chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
         """
-        if isinstance(conversations, str):
-            raise InvalidRequest("conversations are a text, but a conversation is a list of turns: write "
-                                 '[{"role": "user", "content": ...}], or call generate')  # fmt: skip
-        one = bool(conversations) and isinstance(conversations[0], Mapping)
-        many = cast(Sequence[Conversation], [conversations] if one else conversations)
+        many = conversations_of(conversations)
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest("continue_final_message is true, and so is add_generation_prompt: set that to false")
         options = TemplateOptions(
             tools or (), add_generation_prompt, continue_final_message, chat_template_kwargs or {}, chat_template or ""
         )
-        encoded = [self._encode_chat(turns, options) for turns in many]
+        encoded = encode_each(lambda turns: self._encode_chat(turns, options), many)
         given = Given([None] * len(encoded), priority, cache_salt, adapter, speculative, prediction)
         return self._run(encoded, sampling_params, given, use_tqdm)
 

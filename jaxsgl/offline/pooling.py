@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.offline.run import Encoded, Offline, Prompt, UseTqdm, as_list, per_prompt
+from jaxsgl.offline.run import Encoded, Offline, Prompt, UseTqdm, as_list, encode_each, per_prompt
 from jaxsgl.requests.outputs import (
     Floats,
     Pooled,
@@ -109,7 +109,7 @@ class PoolingLLM(Offline):
         spec = self._spec
         if not spec.labels:
             raise InvalidRequest("the model has no classification head: ask for embeddings or scores")
-        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
+        encoded = encode_each(self._encode, as_list(prompts))
         pooled = self._pool(encoded, Pooling(), cache_salt, adapter, use_tqdm)
         return [class_scores(one.logits, spec.activation) for one, _ in pooled]
 
@@ -122,7 +122,7 @@ class PoolingLLM(Offline):
         adapter: str | Sequence[str],
         use_tqdm: UseTqdm,
     ) -> list[Embedding]:
-        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
+        encoded = encode_each(self._encode, as_list(prompts))
         return [
             Embedding(embedding_of(pooled, spec, dimensions), end.end.prompt_tokens, end.end.cached_tokens)
             for pooled, end in self._pool(encoded, Pooling(), cache_salt, adapter, use_tqdm)

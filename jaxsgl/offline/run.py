@@ -10,8 +10,9 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -66,6 +67,8 @@ class Offline:
                 if given.files or self.engine.capacity.limits.media is not None:
                     return self._media.prepare(given, add_special_tokens=True)
                 prompt = given.prompt
+            if isinstance(prompt, bytes | bytearray):  # which would be ids
+                raise TypeError("it is bytes: decode them")
             if isinstance(prompt, str):
                 prompt.encode()  # a lone surrogate is no text
                 return self.tokenizer.encode(prompt), ()
@@ -101,11 +104,12 @@ class Offline:
         if released:
             names = ", ".join(sorted(tag.value for tag in released))
             raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
-        for request in requests:
-            if request.sampling.stop or request.sampling.stop_regex:
-                self.tokenizer.check_text_comes_back("stop strings and stop_regex")
-                check_patterns(request.sampling.stop_regex)
-            check_request(request, self.engine.capacity.limits)
+        for number, request in enumerate(requests):
+            with naming(number, len(requests)):
+                if request.sampling.stop or request.sampling.stop_regex:
+                    self.tokenizer.check_text_comes_back("stop strings and stop_regex")
+                    check_patterns(request.sampling.stop_regex)
+                check_request(request, self.engine.capacity.limits)
         total, make_bar = sum(request.sampling.n for request in requests), use_tqdm if callable(use_tqdm) else tqdm
         with make_bar(total=total, desc="requests", disable=not use_tqdm) as bar, Interrupts() as interrupts:
             mailbox = OfflineMailbox(requests, self.tokenizer, bar, interrupts)
@@ -230,13 +234,35 @@ def per_prompt(what: str, given: Any, kind: type, num_prompts: int) -> list[Any]
     return values
 
 
+@contextmanager
+def naming(number: int, count: int) -> Iterator[None]:
+    """Refusals inside say which of `count` prompts they are about."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if count == 1:
+            raise
+        raise InvalidRequest(f"prompt {number}: {error}") from error
+
+
+def encode_each(encode: Callable[[T], Encoded], prompts: Sequence[T]) -> list[Encoded]:
+    """Returns what `encode` makes of each. Raises `InvalidRequest`, which names the prompt."""
+    encoded: list[Encoded] = []
+    for number, prompt in enumerate(prompts):
+        with naming(number, len(prompts)):
+            encoded.append(encode(prompt))
+    return encoded
+
+
 def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Returns one text or one list of ids as a list of one. Raises `InvalidRequest`."""
-    if not hasattr(prompts, "__len__"):
+    if isinstance(prompts, str | Mapping | bytes | bytearray):
+        return [cast(Prompt, prompts)]
+    if not (hasattr(prompts, "__len__") and hasattr(prompts, "__iter__")):
         raise InvalidRequest(f"prompts are a {type(prompts).__name__}, but must be a text, a list of token ids, or a "
                              "list of these")  # fmt: skip
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Real))
-    return cast(Sequence[Prompt], [prompts] if one else prompts)
+    several = list(prompts)  # what is indexed by other keys has an order, too
+    return cast(Sequence[Prompt], [several] if several and isinstance(several[0], Real) else several)
 
 
 def text_of(prompt: Prompt) -> str | None:

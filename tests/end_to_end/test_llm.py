@@ -106,7 +106,7 @@ def test_a_call_may_bring_more_prompts_than_a_server_would_queue(llm: LLM) -> No
     assert [len(completion.token_ids) for completion in completions] == [2] * 20
 
 
-@pytest.mark.parametrize("prompt", [[5.7, 6.2], [[5, "6"]], ["\ud800"], [None]])
+@pytest.mark.parametrize("prompt", [[5.7, 6.2], [[5, "6"]], ["\ud800"], [None], b"abc", [b"abc"]])
 def test_values_that_are_no_prompt_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt must be a text or a list of token ids"):
         llm.generate(prompt, GREEDY)
@@ -120,8 +120,26 @@ def test_values_that_are_no_arguments_are_refused_by_name(llm: LLM) -> None:
     for wrong in ({"max_new_tokens": 5}, [{"max_new_tokens": 5}], 5):
         with pytest.raises(InvalidRequest, match=r"sampling_params must be of type SamplingParams, .*5"):
             llm.generate(["a"], wrong)
-    with pytest.raises(InvalidRequest, match="a conversation is a list of turns"):
-        llm.chat("Hi", GREEDY)  # type: ignore[arg-type]
+    for wrong in ("Hi", ["Hi"], None, [None], {"role": "user", "content": "Hi"}, iter([])):
+        with pytest.raises(InvalidRequest, match="a conversation is a list of turns"):
+            llm.chat(wrong, GREEDY)
+
+
+def test_a_refusal_names_the_prompt_among_several(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequest, match=r"^prompt 1: the prompt has 10000 tokens"):
+        llm.generate(["a", [5] * 10000], GREEDY)
+    with pytest.raises(InvalidRequest, match=r"^prompt 2: a prompt must be a text"):
+        llm.generate(["a", "b", b"c"], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match=r"^prompt 1: a turn is a str"):
+        llm.chat([turns, ["Hi"]], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(InvalidRequest, match=r"^the prompt has 10000 tokens"):
+        llm.generate([[5] * 10000], GREEDY)
+
+
+def test_prompts_may_be_any_collection(llm: LLM) -> None:
+    completions = llm.generate({"a": 1, "b": 2}.keys(), GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    assert [completion.prompt for completion in completions] == ["a", "b"]
 
 
 def test_prompts_in_vllms_form_need_no_pictures(llm: LLM) -> None:
