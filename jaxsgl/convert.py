@@ -80,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JaxsglError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"stopped: remove {options.output} before you convert again", file=sys.stderr)
+        return 130
     print(f"{options.output}: {num_bytes / 1e9:.2f} GB of parameters")
     return 0
 

@@ -59,6 +59,14 @@ def is_converted(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def check_finished(folder: Path) -> None:
+    """Raises `CheckpointError` for a folder that a conversion was begun in, and not finished."""
+    if not is_converted(folder) and [path.name for path in folder.glob("*.safetensors")] == [KV_SCALES]:
+        raise CheckpointError(
+            f"{folder} is a conversion that was not finished, as it has no {MANIFEST}: remove it, and {CONVERT_AGAIN}"
+        )
+
+
 def make_output(folder: Path) -> None:
     """Makes `folder`, for a converted checkpoint. Raises `CheckpointError` if it has files or can't be made."""
     try:
@@ -80,9 +88,19 @@ def save_converted(source: Path, folder: Path, params: Params) -> None:
     """Writes `params`, and what else a server reads of the folder `source`, to the new or empty folder `folder`.
 
     Each shard of a parameter is stored by itself. The manifest comes last, so a folder that isn't finished is not taken
-    for a converted one. Raises as `make_output`.
+    for a converted one. Raises as `make_output`, and `CheckpointError` if it can't be written.
     """
     make_output(folder)
+    try:
+        _write(source, folder, params)
+    except (OSError, ValueError) as error:  # of Orbax, with the specification of its store behind the reason
+        reason = str(error).partition("\n")[0].partition(" [")[0]
+        raise CheckpointError(
+            f"{folder} can't be written: {reason}; remove it, and {CONVERT_AGAIN}, to where there is room"
+        ) from error
+
+
+def _write(source: Path, folder: Path, params: Params) -> None:
     for pattern in COPIED:
         for path in source.glob(pattern):
             if not path.name.endswith(".safetensors.index.json"):

@@ -27,7 +27,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.heads import abstract_next_layer
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished
-from jaxsgl.weights.converted import is_converted, restore_params
+from jaxsgl.weights.converted import check_finished, is_converted, restore_params
 from jaxsgl.weights.experts import with_padded_units
 from jaxsgl.weights.gguf_folder import folder_of_gguf, gguf_of
 from jaxsgl.weights.gguf_tensors import GgufTensors, open_tensors
@@ -213,6 +213,7 @@ def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path
             raise CheckpointError(
                 f"--revision is {revision}, but {name_or_path} is a local folder: leave it out, or name a hub id"
             )
+        check_finished(folder)
         gguf = gguf_of(folder)
         return folder if gguf is None else folder_of_gguf(gguf, beside=folder)
     if folder.suffix == ".gguf" and folder.is_file():

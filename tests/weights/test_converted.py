@@ -22,12 +22,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from jaxsgl.convert import convert as convert_folder
+from jaxsgl.convert import main as convert_command
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.text.tokenizer import load_tokenizer
-from jaxsgl.weights import as_stored, is_converted, load_kv_scales, load_params, save_converted
+from jaxsgl.weights import (
+    as_stored,
+    is_converted,
+    load_kv_scales,
+    load_params,
+    resolve_model_folder,
+    save_converted,
+)
 from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST, restore_groups
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
@@ -217,6 +225,34 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(
     for folder, words in ((pair[1], "is not empty"), (tmp_path / "file" / "x", "can't be made: Not a directory")):
         with pytest.raises(CheckpointError, match=words):
             convert_folder(str(pair[0]), folder, "auto")
+
+
+def test_a_folder_that_could_not_be_written_is_named_and_never_served(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(*_: object, **__: object) -> None:
+        raise ValueError("OUT_OF_RANGE: Failed to write: No space left on device [os_error_code='28']\n[spec='...']")
+
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", fill_up)
+    with pytest.raises(
+        CheckpointError, match=r"new can't be written: .*: No space left on device; remove it, and conv"
+    ):
+        convert(pair[0], tmp_path / "new")
+    with pytest.raises(CheckpointError, match=f"is a conversion that was not finished, as it has no {MANIFEST}"):
+        resolve_model_folder(str(tmp_path / "new"))
+    assert resolve_model_folder(str(pair[1])) == pair[1]
+
+
+def test_ctrl_c_says_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxsgl.convert.convert", press)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)  # this process has its devices
+    assert convert_command(["--output", str(tmp_path / "new")]) == 130
+    assert f"stopped: remove {tmp_path / 'new'}" in capsys.readouterr().err
 
 
 def test_the_version_names_this_layout(tmp_path: Path) -> None:
