@@ -29,6 +29,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TEMPLATES = ("tool_use", "default")  # the names that transformers chooses by
 _ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
+_NAMED_BY_ID = "<|tool_call_argument_begin|>"  # of Kimi's templates, which write of a call its id and its arguments
+_NUMBERED_ID = re.compile(r"functions\..+:[0-9]+")
 
 Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates take it: role, content, perhaps tool_calls etc.
 
@@ -224,6 +226,8 @@ class Tokenizer:
         tools, variables = list(options.tools) or None, options.variables
         if self._split is not None:
             turns, tools, variables = map(self._split.mark, (turns, tools, variables))
+        if _NAMED_BY_ID in (options.template or self.chat_template or ""):
+            turns = _with_numbered_calls(turns)
         arguments = {
             "tools": tools,
             "add_generation_prompt": options.add_generation_prompt,
@@ -374,6 +378,27 @@ def _with_spelled_calls(turns: Sequence[Turn]) -> list[Turn]:
         {**turn, "tool_calls": [spelled(call) for call in turn["tool_calls"]]} if turn.get("tool_calls") else turn
         for turn in turns
     ]
+
+
+def _with_numbered_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """Returns `turns` with the ids that Kimi gives its calls, which hold their names, in place of other ids."""
+    ids: dict[Any, str] = {}
+    number = 0
+    renamed: list[Turn] = []
+    for turn in turns:
+        calls = []
+        for call in turn.get("tool_calls") or ():
+            given = call.get("id")
+            is_kimis = isinstance(given, str) and _NUMBERED_ID.fullmatch(given)
+            ids[given] = given if is_kimis else f"functions.{call['function']['name']}:{number}"
+            calls.append({**call, "id": ids[given]})
+            number += 1
+        if calls:
+            turn = {**turn, "tool_calls": calls}
+        elif (answered := turn.get("tool_call_id")) in ids:
+            turn = {**turn, "tool_call_id": ids[answered]}
+        renamed.append(turn)
+    return renamed
 
 
 def load_tokenizer(

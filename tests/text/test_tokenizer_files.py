@@ -87,6 +87,39 @@ def test_kimis_template_sees_tools_with_sorted_keys(tmp_path: Path) -> None:
         tokenizer.render_chat(turns, TemplateOptions(variables={"chat_template": "mine"}))
 
 
+def test_kimis_template_learns_from_ids_which_functions_were_called(tmp_path: Path) -> None:
+    kimi_folder(tmp_path)
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}<|tool_call_begin|>{{ c['id'] }}<|tool_call_argument_begin|>"
+        "{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.tool_call_id %}Return of {{ m.tool_call_id }}{% endif %}/{% endfor %}"
+    )
+    tokenizer = load_tokenizer(str(tmp_path), chat_template=template)
+
+    def turn(*calls: tuple[str | None, str]) -> dict[str, Any]:
+        made = [{"id": id, "type": "function", "function": {"name": name, "arguments": {}}} for id, name in calls]
+        return {"role": "assistant", "content": "", "tool_calls": made}
+
+    turns = [
+        turn(("call_4f", "now"), (None, "weather")),
+        {"role": "tool", "tool_call_id": "call_4f", "content": "noon"},
+        turn(("functions.weather:7", "weather")),
+        {"role": "tool", "tool_call_id": "functions.weather:7", "content": "rain"},
+        turn(("call_4f", "weather")),
+        {"role": "tool", "tool_call_id": "call_4f", "content": "sun"},
+    ]
+    text = tokenizer.render_chat(turns, TemplateOptions())
+    shown = text.replace("<|tool_call_begin|>", "").replace("<|tool_call_argument_begin|>{}", ";").split("/")
+    assert shown[:6] == [
+        "functions.now:0;functions.weather:1;",
+        "Return of functions.now:0",
+        "functions.weather:7;",
+        "Return of functions.weather:7",
+        "functions.weather:3;",
+        "Return of functions.weather:3",
+    ]
+
+
 def test_kimi_takes_grammars_with_a_tokenizer_json_and_says_what_is_missing_with_neither_file(tmp_path: Path) -> None:
     kimi_folder(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
