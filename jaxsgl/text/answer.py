@@ -78,7 +78,8 @@ class AnswerParser:
         """
         self._reasoning = reasoning
         self._form = calls
-        of_calls = () if calls is None else (*calls.opens, *(calls.section or ()))
+        self._openings = () if calls is None else tuple(text for text in (*calls.opens, calls.head) if text)
+        of_calls = self._openings if calls is None else (*self._openings, *(calls.section or ()))
         frames = reasoning.frames if reasoning is not None and separate else ()
         self._markers = (*of_calls, *(text for frame in frames for text in frame))
         self._tools = tools
@@ -172,7 +173,7 @@ class AnswerParser:
                 self._may_be_bare = True
         else:
             self._write(parts, kind, text[:place])
-            if self._form is None or marker not in self._form.opens:  # calls or the text begin or end here
+            if self._form is None or marker not in self._openings:  # calls or the text begin or end here
                 self._buffer = behind
                 self._strip, self._spaces = True, ""
                 return True

@@ -333,7 +333,10 @@ class _Writer:
                 excluded = (begins,) if self._is_token(begins) else ()
                 lark.start = f"({lark.until(begins, 'TEXT')} {several})? {lark.free('TEXT', *excluded)}"
                 return lark
-            lark.start = f"({lark.until(self._opening, 'TEXT')} {body} {close}){mark} {lark.free('TEXT', *excluded)}"
+            opened, text = f"{lark.until(self._opening, 'TEXT')} {body} {close}", lark.free("TEXT", *excluded)
+            if form.head and self._is_token(form.close):  # it may end a call that was not opened
+                opened = lark.rule(f"{opened} | {text} {lark.mark(form.close)}")
+            lark.start = f"({opened}){mark} {text}"
         else:
             plain = lark.terminal("PLAIN", rf"/[ \n]*([^ \n{_regex(form.bare)}](.|\n)*)?/")
             lark.start = lark.rule(f"{body} {close} | {plain}")

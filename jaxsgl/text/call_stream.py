@@ -49,15 +49,16 @@ class Region:
     ) -> None:
         """`constrained`: a grammar guarantees the calls. Calls beyond `most` are dropped."""
         self._form = form
-        self._opening = opening
+        self._is_unopened = opening == form.head  # no grammar holds to anything then
+        self._opening, self._text = ("", opening) if self._is_unopened else (opening, "")
         self._tools = tools
         self._most = most
-        self._text = ""
         self._values: list[str] = []
         self._value_start: int | None = None
         self._place = 0  # up to which `_text` is read
         self._broken_at: int | None = None
         self._scanner = _scanner_of(form)
+        constrained = constrained and not self._is_unopened
         self._tags = TagScanner(form.kind, form.close, constrained) if form.kind in TAGGED else None
         self._calls: list[Call] | None = None
         self._sender = sender_of(form, tools, num_calls, most) if constrained else None
@@ -185,6 +186,9 @@ class Region:
             pass
         if tags.state is Scan.DONE:
             self._end(tags.place, read_calls(self._form, text[: tags.place - len(close)], self._tools))
+        elif tags.state is Scan.BROKEN and self._is_unopened:  # nor need it be closed
+            calls = read_calls(self._form, text[: tags.place], self._tools) if tags.could_end else None
+            self._end(max(tags.place, len(self._form.head)), calls)
         elif tags.state is Scan.BROKEN:
             self._broken_at = tags.place
             return True

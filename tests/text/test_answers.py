@@ -391,6 +391,33 @@ def test_a_malformed_call_comes_back_as_text(name: str, text: str, reasoning: st
         assert got == ("", text, [])
 
 
+UNOPENED = "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        (UNOPENED, "", 1),
+        (f"I look.\n\n{UNOPENED}\n</tool_call>", "I look.", 1),
+        (f"{UNOPENED}\n{UNOPENED}\n</tool_call>\n<tool_call>\n{UNOPENED}\n</tool_call>", "", 3),
+        (f"{UNOPENED} Done.", "Done.", 1),
+        (UNOPENED.replace("weather", "unknown") + " Done.", UNOPENED.replace("weather", "unknown") + " Done.", 0),
+        ("Write `<function=weather>`, <b>", "Write `<function=weather>`, <b>", 0),
+        (UNOPENED[:-4], UNOPENED[:-4], 0),
+    ],
+)
+def test_a_call_that_qwen3_coder_forgot_to_open_is_one(
+    text: str, content: str, num_calls: int, constrained: bool
+) -> None:
+    for pieces in ([text], list(text)):
+        got = result(dialect_of(None, "qwen3_coder").parser(TOOLS, constrained=constrained), pieces)
+        assert got == ("", content, [("weather", '{"city":"Paris"}')] * num_calls)
+    parser = dialect_of(None, "qwen3_coder").parser(TOOLS)
+    told = "".join(part.text for part in parser.feed("Write `<function=weather>`, <b> and so on"))
+    assert told.endswith("and so on"), "text is not held back"
+
+
 @pytest.mark.parametrize("header", ["<|channel|>analysis", "<|channel|>commentary to=functions.now <|constrain|>json"])
 def test_nothing_is_written_of_a_header_that_the_end_cuts(header: str) -> None:
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

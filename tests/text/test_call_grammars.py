@@ -181,6 +181,14 @@ def test_calls_that_may_be_made_stand_in_free_text(name: str, with_markers: bool
         assert not of.allows(lark, text.replace("weather", "w").replace("now", "n"))
 
 
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_a_call_that_the_model_forgot_to_open_may_be_closed(with_markers: bool) -> None:
+    of = grammars(with_markers)
+    unopened = "Well.\n<function=now>\n</function>\n</tool_call>"
+    assert of.allows(lark_of(of, "qwen3_coder"), unopened)
+    assert of.allows(lark_of(of, "qwen3_coder"), f"{unopened}\n{TEXTS['qwen3_coder'][0]}\n")
+
+
 def test_arguments_of_calls_that_may_be_made_hold_to_their_schema_if_the_tool_is_strict() -> None:
     of = grammars(True)
     free = '<tool_call>\n{"name": "weather", "arguments": {"town": 1}}\n</tool_call>'
