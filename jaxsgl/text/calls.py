@@ -123,6 +123,7 @@ FORMS: dict[str, CallForm] = {
     "granite": CallForm("json", opens=("<|tool_call|>", "<tool_call>"), one_by_one=False),
     "phi4_mini": CallForm("json", opens=("<|tool_call|>",), close="<|/tool_call|>", one_by_one=False),
     "hunyuan": CallForm("json", opens=("<tool_calls>",), close="</tool_calls>", one_by_one=False),
+    "nemotron": CallForm("json", opens=("<TOOLCALL>",), close="</TOOLCALL>", one_by_one=False),
     "cohere": CallForm(
         "json",
         opens=("<|START_ACTION|>",),

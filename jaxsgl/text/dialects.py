@@ -40,18 +40,20 @@ REASONING_FORMS = {
 _OF_COHERE = ("cohere_command3", "cohere_command4")
 _REASONING_NAMES = {
     "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "hunyuan",
-    "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "olmo3": "think", "smollm3": "think",
+    "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "nemotron_v3": "think",
+    "olmo3": "think", "smollm3": "think",
     "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
     "step3": "think_always", "minimax": "think_always", "minimax_m2": "think_always",
     "openai_gptoss": HARMONY, **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 _CALL_NAMES = {
-    "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes",
+    "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes", "granite4": "hermes",
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "hunyuan_a13b": "hunyuan",
-    "openai": HARMONY, **dict.fromkeys(_OF_COHERE, "cohere"),
+    "nemotron_json": "nemotron", "llama_nemotron_json": "nemotron", "openai": HARMONY,
+    **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
@@ -71,6 +73,7 @@ _CALL_SIGNS = (
     (re.compile(r"<\|tool_(?:list|call)_start\|>"), "lfm2"),
     (re.compile(r"<\|/tool_call\|>"), "phi4_mini"),
     (re.compile(r"<\|tool_call\|>"), "granite"),
+    (re.compile(r"<TOOLCALL>"), "nemotron"),
     (re.compile(r"<\|tool_call>"), "gemma4"),
     (re.compile(r"<tool_call>"), "hermes"),
     (re.compile(r"<tool_calls>"), "hunyuan"),

@@ -197,6 +197,7 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", "", [("now", {})]),
     ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", {})]),
     ("hunyuan", HUNYUAN_CALLS, "", "", [("weather", PARIS), ("now", {})]),
+    ("nemotron", '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>', "", "", [("now", {})]),
     (
         "cohere",
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
@@ -600,6 +601,7 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("<|channel>thought\n{{ '<|tool_call>call:' + name }}", "gemma4", "gemma4"),
         ("<|START_THINKING|>{{ plan }}<|START_ACTION|>[", "cohere", "cohere"),
         ("'List of tools: <|tool_list_start|>[' + tool", "lfm2", None),
+        ("'use the following format:\n' + '<TOOLCALL>[{{'", "nemotron", None),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ("<think>{{ '<answer>' }}</think><tool_calls>[{{ calls }}]", "hunyuan", "hunyuan"),
@@ -630,6 +632,7 @@ def test_seed_oss_thinks_and_calls_in_words_of_its_own() -> None:
 def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> None:
     assert dialect_of(None, "qwen25", "qwen3") == dialect_of(None, "hermes", "think")
     assert dialect_of("<|channel|>") == dialect_of(None, "openai", "openai_gptoss")
+    assert dialect_of(None, "granite4", "nemotron_v3") == dialect_of(None, "hermes", "think")
     with pytest.raises(ConfigError, match="--tool-call-parser is klingon, but must be one of auto, none"):
         dialect_of(None, "klingon")
 

@@ -79,6 +79,9 @@ TEXTS = {
     "hunyuan": [
         '<tool_calls>[{"name": "weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]</tool_calls>'
     ],
+    "nemotron": [
+        '<TOOLCALL>[{"name": "weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]</TOOLCALL>'
+    ],
     "cohere": [
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "x"}},\n'
         '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>'
