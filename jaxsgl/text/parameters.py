@@ -13,15 +13,15 @@ from typing import Any
 from jaxsgl.text.json_text import BROKEN, decoded
 
 _MAX_DEPTH = 50  # of schemas that are looked into; what lies deeper counts as unknown
-_DEFINITIONS = ("$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
 _JOINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment"})
 _OF_OBJECTS = (
     "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies",
 )  # fmt: skip
-_VALUES = frozenset({"const", "enum"})  # what they hold is no schema
-_NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS})  # their keys are names
+VALUES = frozenset({"const", "enum"})  # what they hold is no schema
+NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", *DEFINITIONS})  # their keys are names
 
 
 def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
@@ -194,12 +194,23 @@ def _choices_of(
 
 def definition(reference: object, root: Mapping[str, Any]) -> Any:
     """Returns the schema that a `$ref` into the definitions of `root` means, or None if it leads to no definition."""
-    if not isinstance(reference, str) or not reference.startswith(tuple(f"#/{word}/" for word in _DEFINITIONS)):
+    if not isinstance(reference, str) or not reference.startswith(tuple(f"#/{word}/" for word in DEFINITIONS)):
         return None
-    schema: Any = root
+    return at(reference, root)
+
+
+def at(reference: object, root: Mapping[str, Any]) -> Any:
+    """Returns what a `$ref` into `root` leads to, or None if there is nothing."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return None
+    place: Any = root
     for step in reference.split("/")[1:]:
-        schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
-    return schema
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list):
+            place = place[int(step)] if step.isdecimal() and int(step) < len(place) else None
+        else:
+            place = place.get(step) if isinstance(place, Mapping) else None
+    return place
 
 
 def part_of(root: Mapping[str, Any], part: Any) -> Any:
@@ -236,9 +247,9 @@ def without_annotations(schema: Any) -> Any:
 
 
 def _without_annotations_in(word: str, value: Any) -> Any:
-    if word in _VALUES:
+    if word in VALUES:
         return value
-    if word in _NAMING and isinstance(value, dict):
+    if word in NAMING and isinstance(value, dict):
         return {name: without_annotations(part) for name, part in value.items()}
     return without_annotations(value)
 

@@ -211,6 +211,15 @@ def test_a_tool_without_parameters_takes_no_arguments() -> None:
     assert use.callable["any"] == {"type": "object"}
 
 
+def test_the_words_of_a_tool_are_understood_unless_it_is_strict() -> None:
+    given = {"type": "object", "properties": {"x": {"type": "float"}}}
+    for strict, read in ((None, "number"), (True, "float")):
+        tool = {"type": "function", "function": {"name": "f", "parameters": given, "strict": strict}}
+        use = tool_use(ChatRequest.model_validate({"messages": say("hi"), "tools": [tool]}))
+        assert use.callable["f"]["properties"] == {"x": {"type": read}}
+        assert use.shown[0]["function"]["parameters"] == given, "the model sees what the client sent"
+
+
 def test_functions_are_an_older_word_for_tools(http: httpx.Client) -> None:
     fields = {"tools": None, "functions": [WEATHER["function"], NOW["function"]], "function_call": "auto"}
     (choice,) = post(http, PATH, messages=say(CALL), **fields)["choices"]

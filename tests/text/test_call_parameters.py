@@ -14,6 +14,7 @@ from jaxsgl.text.call_grammar import Calls, behind_reasoning, call_grammar
 from jaxsgl.text.calls import FORMS
 from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.parameters import without_annotations
+from jaxsgl.text.tool_schemas import standard
 from tests.text.test_call_grammars import grammars
 
 OF_PARAMETERS = ("qwen3_coder", "glm45", "minimax_m2", "olmo3", "lfm2", "gemma4")  # forms that write them one by one
@@ -222,3 +223,69 @@ def test_what_calls_in_tags_cannot_hold_to_is_refused_of_strict_tools(schema: Sc
         lark_of(name, schema, required=True)
         with pytest.raises(InvalidRequest, match=rf"{re.escape(words)}.* strict: false"):
             lark_of(name, schema, strict=frozenset({"f"}))
+
+
+PLACE: Schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+LOOSE: dict[str, tuple[Schema, str, Any]] = {  # a parameter in words that few know, a value in tags, and what it is
+    "Python's types": ({"type": "float"}, "1.5", 1.5),
+    "Python's text": ({"type": "str"}, "12", "12"),
+    "Gemini's types": ({"type": "ARRAY", "items": {"type": "STRING"}}, '["a"]', ["a"]),
+    "an unknown type": ({"type": "any", "description": "of all kinds"}, '{"a": 1}', {"a": 1}),
+    "an unknown type among others": ({"type": ["integer", "file"]}, "a b", "a b"),
+    "limits as texts": ({"type": "integer", "minimum": "0", "maxLength": None}, "3", 3),
+    "no choice": ({"type": "integer", "enum": []}, "3", 3),
+    "a missing definition": ({"type": "array", "items": {"$ref": "#/components/schemas/X"}}, "[{}]", [{}]),
+    "properties in a list": ({"type": "dict", "properties": []}, "{}", {}),
+}
+
+
+def test_tools_that_are_not_strict_may_be_described_in_other_words() -> None:
+    given = {"type": "object", "properties": {f"x{number}": one for number, (one, *_) in enumerate(LOOSE.values())}}
+    values = {f"x{number}": value for number, (_, value, _) in enumerate(LOOSE.values())}
+    told = {f"x{number}": value for number, (*_, value) in enumerate(LOOSE.values())}
+    schema = standard(given, is_strict=False)
+    for name in TAGGED:
+        assert grammars(True).allows(lark_of(name, schema), call_of(name, **values)), name
+        assert read(name, schema, call_of(name, **values)) == told
+    for name in ("hermes", *OF_PARAMETERS):
+        grammars(True).compiler.compile(lark_of(name, schema, required=True))
+
+
+def test_references_into_any_part_of_a_tools_schema_are_followed() -> None:
+    given = {
+        "type": "object",
+        "properties": {
+            "at": PLACE,
+            "by": {"$ref": "#/properties/at"},
+            "all": {"type": "array", "items": {"$ref": "#/properties/at"}},
+            "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "a/b~": {"type": "integer"},
+            "n": {"$ref": "#/properties/a~1b~0"},
+            "type": {"$ref": "#/$defs/Kind"},
+        },
+        "$defs": {"Kind": {"enum": ["a", "b"]}},
+    }
+    values = {
+        "by": '{"city": "x"}', "all": '[{"city": "x"}]', "next": '{"by": {"city": "x"}, "next": null}', "n": "3",
+        "type": "a",
+    }  # fmt: skip
+    for is_strict in (False, True):
+        schema, strict = standard(given, is_strict), frozenset({"f"} if is_strict else ())
+        for name in TAGGED:
+            assert grammars(True).allows(lark_of(name, schema, strict=strict), call_of(name, **values)), name
+            told = {**{key: json.loads(values[key]) for key in ("by", "all", "next", "n")}, "type": "a"}
+            assert read(name, schema, call_of(name, **values)) == told
+            wrong = call_of(name, by='{"town": "x"}')
+            assert not grammars(True).allows(lark_of(name, schema, strict=strict), wrong), name
+
+
+def test_words_of_strict_tools_are_kept_and_references_are_not_followed_without_end() -> None:
+    given = {"type": "OBJECT", "properties": {"x": {"type": "float", "minimum": "0", "$ref": "#/no"}}}
+    assert standard(given, is_strict=True) == given
+    deep: Schema = {}
+    for _ in range(150):
+        deep = {"type": "object", "properties": {"a": deep}}
+    places = ["#" + "/properties/a" * depth for depth in range(150)]
+    many = {**deep, "anyOf": [{"$ref": place} for place in places]}
+    with pytest.raises(InvalidRequest, match=r"lead to more than 10000 schemas: define these in \$defs"):
+        standard(many, is_strict=False)

@@ -27,6 +27,7 @@ from jaxsgl.text.call_grammar import (
     harmony_grammar,
 )
 from jaxsgl.text.calls import FORMS, CallForm
+from jaxsgl.text.tool_schemas import standard
 
 Mode = Literal["auto", "none", "required"]
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -98,7 +99,9 @@ def shown_tool(tool: Tool) -> dict[str, Any]:
 def _parameters(tool: Tool) -> Mapping[str, Any]:
     """Returns the schema of a tool's arguments. An empty schema allows any, a missing one none."""
     parameters = tool.function.parameters
-    return _NO_PARAMETERS if parameters is None else parameters or {"type": "object"}
+    if parameters is None:
+        return _NO_PARAMETERS
+    return standard(parameters or {"type": "object"}, bool(tool.function.strict))
 
 
 def _choice(given: str | dict[str, Any] | None, names: list[str]) -> tuple[Mode, list[str]]:
