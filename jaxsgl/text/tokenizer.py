@@ -30,6 +30,7 @@ _TEMPLATES = ("tool_use", "default")  # the names that transformers chooses by
 _ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 _NAMED_BY_ID = "<|tool_call_argument_begin|>"  # of Kimi's templates, which write of a call its id and its arguments
+_ONE_ANALYSIS = "Cannot pass both content and thinking"  # of gpt-oss's template, about messages with calls
 _NUMBERED_ID = re.compile(r"functions\..+:[0-9]+")
 
 Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates take it: role, content, perhaps tool_calls etc.
@@ -226,8 +227,11 @@ class Tokenizer:
         tools, variables = list(options.tools) or None, options.variables
         if self._split is not None:
             turns, tools, variables = map(self._split.mark, (turns, tools, variables))
-        if _NAMED_BY_ID in (options.template or self.chat_template or ""):
+        template = options.template or self.chat_template or ""
+        if _NAMED_BY_ID in template:
             turns = _with_numbered_calls(turns)
+        if _ONE_ANALYSIS in template:
+            turns = [_with_one_analysis(turn) for turn in turns]
         arguments = {
             "tools": tools,
             "add_generation_prompt": options.add_generation_prompt,
@@ -399,6 +403,14 @@ def _with_numbered_calls(turns: Sequence[Turn]) -> list[Turn]:
             turn = {**turn, "tool_call_id": ids[answered]}
         renamed.append(turn)
     return renamed
+
+
+def _with_one_analysis(turn: Turn) -> Turn:
+    """Returns a turn whose text before its calls stands behind its reasoning: gpt-oss shows one of them alone."""
+    reasoning, content = turn.get("reasoning_content"), turn.get("content")
+    if not (turn.get("tool_calls") and reasoning and content and isinstance(content, str)):
+        return turn
+    return {**turn, "thinking": f"{reasoning}\n\n{content}", "content": ""}
 
 
 def load_tokenizer(

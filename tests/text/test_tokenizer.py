@@ -45,6 +45,22 @@ def test_a_template_that_refuses_is_the_clients_mistake(tokenizer: Tokenizer) ->
         tokenizer.encode_chat([ChatMessage("robot", "hello")])
 
 
+def test_gpt_oss_sees_a_text_between_its_reasoning_and_a_call(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception("
+        "'Cannot pass both content and thinking in an assistant message with tool calls!') }}{% endif %}"
+        "<{{ m.thinking or m.content }}>{% endfor %}"
+    )
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path, chat_template=template))
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    turns = [
+        {**calls, "content": "I look.", "reasoning_content": "Hm."},
+        {**calls, "content": "I look."},
+        {**calls, "content": "", "reasoning_content": "Hm.", "thinking": "Hm."},
+    ]
+    assert tokenizer.render_chat(turns, TemplateOptions()) == "<Hm.\n\nI look.><I look.><Hm.>"
+
+
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(byte_level(), tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
