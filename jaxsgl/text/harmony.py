@@ -50,6 +50,7 @@ class HarmonyParser:
         self._started = False  # the last marker was <|start|>, so that a header follows
         self._header: str | None = None  # of the message whose body is being read
         self._kind: PartKind | None = None  # of that body, or None if it is dropped
+        self._breaks: dict[PartKind, str] = {}  # what stands before the next text of a kind of which there was some
         self._body = ""  # of a call that is held back
         self._name = ""
         self._num_calls = 0
@@ -115,7 +116,8 @@ class HarmonyParser:
         if self._kind is None or not text:
             return
         if self._kind != "arguments":
-            parts.append(Part(self._kind, text))
+            parts.append(Part(self._kind, self._breaks.get(self._kind, "") + text))
+            self._breaks[self._kind] = ""
         elif self._constrained:
             parts.append(Part("arguments", text, self._num_calls))
         else:
@@ -123,6 +125,7 @@ class HarmonyParser:
 
     def _close(self, parts: list[Part]) -> None:
         """Ends a message; a call whose arguments are no JSON object is text."""
+        self._breaks = dict.fromkeys(self._breaks, "\n\n")
         if self._kind == "arguments":
             if not self._constrained:
                 if _is_object(self._body):

@@ -539,6 +539,20 @@ def test_one_call_is_left_if_calls_may_not_be_parallel() -> None:
     assert whole("mistral", text, max_calls=1)[2] == [("now", {})]
 
 
+def test_a_blank_line_stands_between_harmonys_messages_of_a_kind() -> None:
+    messages = [
+        ("analysis", "One."),
+        ("analysis", "Two.\n"),
+        ("commentary", "I look."),
+        ("final", "It is "),
+        ("final", ""),
+    ]
+    text = "<|end|><|start|>assistant".join(f"<|channel|>{channel}<|message|>{body}" for channel, body in messages)
+    for pieces in ([text], list(text)):
+        got = result(dialect_of(None, "gpt-oss", "gpt-oss").parser(TOOLS), pieces)
+        assert got == ("One.\n\nTwo.\n", "I look.\n\nIt is ", [])
+
+
 def test_harmonys_reasoning_stays_in_the_text_if_no_reasoning_is_looked_for() -> None:
     parser = dialect_of(None, "gpt-oss", "none").parser(TOOLS)
     assert result(parser, [HARMONY_CALL])[:2] == ("", "The user asks.")
