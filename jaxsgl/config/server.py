@@ -27,10 +27,10 @@ TOOL_CALL_PARSERS = (
 )  # fmt: skip
 REASONING_PARSERS = (
     "auto", "none",
-    "think", "think_always", "mistral", "seed_oss", "granite", "cohere", "gemma4", "hunyuan", "gpt-oss",
-    "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "hunyuan_a13b", "interns1", "kimi_k2", "nano_v3", "nemotron_v3",
+    "think", "think_answer", "think_always", "mistral", "seed_oss", "granite", "cohere", "gemma4", "gpt-oss",
+    "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "interns1", "kimi_k2", "nano_v3", "nemotron_v3",
     "olmo3", "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "minimax_m2",
-    "openai_gptoss", "cohere_command3", "cohere_command4",
+    "hunyuan_a13b", "ernie45", "openai_gptoss", "cohere_command3", "cohere_command4",
 )  # fmt: skip
 SAMPLING_DEFAULTS = ("model", "openai", "auto", "vllm")
 LOG_FORMATS = ("text", "json")

@@ -23,13 +23,15 @@ class ReasoningForm:
 
     Attributes:
       opens_itself: the answer begins with reasoning though neither prompt nor answer says so.
-      frames: what may begin and end the text behind it; none of it is text of the answer.
+      frames: what may begin and end the text behind it; none of it is text of the answer, wherever it stands.
+      wraps: tags that may begin and end that text, and are text of the answer anywhere else.
     """
 
     open: str
     close: str
     opens_itself: bool = False
     frames: tuple[tuple[str, str], ...] = ()
+    wraps: tuple[tuple[str, str], ...] = ()
 
 
 class Parser(Protocol):
@@ -81,6 +83,8 @@ class AnswerParser:
         self._openings = () if calls is None else tuple(text for text in (*calls.opens, calls.head) if text)
         of_calls = self._openings if calls is None else (*self._openings, *(calls.section or ()))
         frames = reasoning.frames if reasoning is not None and separate else ()
+        self._wraps = reasoning.wraps if reasoning is not None and separate else ()  # those that may still come
+        self._wrap_end = ""  # ends a wrap that has begun
         self._markers = (*of_calls, *(text for frame in frames for text in frame))
         self._tools = tools
         self._constrained = constrained
@@ -142,6 +146,8 @@ class AnswerParser:
         return True
 
     def _read_content(self, parts: list[Part], final: bool) -> bool:
+        if self._wraps:
+            return self._begin_wrap(final)
         form = self._form
         if form is not None and self._may_be_bare and form.bare:
             text = self._buffer.lstrip()
@@ -150,7 +156,19 @@ class AnswerParser:
             if text[0] == form.bare:
                 self._open(form, self._buffer[: len(self._buffer) - len(text)], text)
                 return True
-        return self._read_until(parts, "content", self._markers, final)
+        markers = (*self._markers, self._wrap_end) if self._wrap_end else self._markers
+        return self._read_until(parts, "content", markers, final)
+
+    def _begin_wrap(self, final: bool) -> bool:
+        """Decides whether a wrap begins the text."""
+        text = self._buffer.lstrip()
+        if not final and any(begin.startswith(text) for begin, _ in self._wraps):
+            return False
+        for begin, end in self._wraps:
+            if text.startswith(begin):
+                self._buffer, self._wrap_end, self._strip = text[len(begin) :], end, True
+        self._wraps = ()
+        return True
 
     def _read_until(self, parts: list[Part], kind: PartKind, markers: Sequence[str], final: bool) -> bool:
         """Writes the text before the first of `markers`; returns whether it came."""
@@ -171,6 +189,15 @@ class AnswerParser:
             else:
                 self._write(parts, kind, text[: place + len(marker)])
                 self._may_be_bare = True
+        elif marker == self._wrap_end:
+            if behind.strip():  # it ends nothing
+                self._write(parts, kind, text[: place + len(marker)])
+                self._buffer = behind
+                return True
+            self._write(parts, kind, text[:place])
+            self._buffer = "" if final else text[place:]
+            self._spaces = "" if final else self._spaces
+            return False
         else:
             self._write(parts, kind, text[:place])
             if self._form is None or marker not in self._openings:  # calls or the text begin or end here

@@ -24,6 +24,9 @@ AUTO, NONE, HARMONY = "auto", "none", "gpt-oss"
 THINK = ReasoningForm("<think>", "</think>")
 REASONING_FORMS = {
     "think": THINK,
+    "think_answer": ReasoningForm(
+        "<think>", "</think>", wraps=(("<answer>", "</answer>"), ("<response>", "</response>"))
+    ),
     "think_always": ReasoningForm("<think>", "</think>", opens_itself=True),
     "mistral": ReasoningForm("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningForm("<seed:think>", "</seed:think>"),
@@ -34,16 +37,16 @@ REASONING_FORMS = {
         frames=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
     ),
     "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
-    "hunyuan": ReasoningForm("<think>", "</think>", frames=(("<answer>", "</answer>"),)),
 }
 # The names that SGLang and vLLM have for the same forms.
 _OF_COHERE = ("cohere_command3", "cohere_command4")
 _REASONING_NAMES = {
-    "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "hunyuan",
+    "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think",
     "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "nemotron_v3": "think",
     "olmo3": "think", "smollm3": "think",
     "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
     "step3": "think_always", "minimax": "think_always", "minimax_m2": "think_always",
+    "hunyuan_a13b": "think_answer", "ernie45": "think_answer",
     "openai_gptoss": HARMONY, **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 _CALL_NAMES = {
@@ -88,7 +91,7 @@ _REASONING_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
     (re.compile(r"</?seed:think>"), "seed_oss"),
     (re.compile(r"<\|START_(?:THINKING|RESPONSE)\|>"), "cohere"),
-    (re.compile(r"<think>(?s:.*)<answer>|<answer>(?s:.*)</?think>"), "hunyuan"),
+    (re.compile(r"</think>(?s:.*)<(?:answer|response)>|<(?:answer|response)>(?s:.*)</think>"), "think_answer"),
     (re.compile(r"</think>|add_generation_prompt(?s:.*)<think>"), "think"),
     (re.compile(r"\[/THINK\]"), "mistral"),
     (re.compile(r"<\|channel>thought"), "gemma4"),

@@ -589,6 +589,30 @@ def test_what_frames_hunyuans_answers_and_calls_is_no_text_of_them(tools: dict[s
         assert result(dialect.parser(tools), list(text)) == (thought, answer, calls)
 
 
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        ("<answer>\nHi </b>!\n</answer>", "Hi </b>!"),
+        ("<answer>Hi</answer>\n", "Hi"),
+        ("<response>\nAn </response>, an <answer>\n</response>\n\n", "An </response>, an <answer>"),
+        ("Hi <answer> </answer>", "Hi <answer> </answer>"),
+        ("<answer>\nHi", "Hi"),
+        ("<answer>\nHi</ans", "Hi</ans"),
+        ("<ans", "<ans"),
+        ("<b>Hi", "<b>Hi"),
+    ],
+)
+def test_tags_around_the_whole_answer_are_no_text_of_it(answer: str, content: str) -> None:
+    dialect = dialect_of(None, "hermes", "hunyuan_a13b")
+    for tools in (TOOLS, {}):
+        for text in (f"<think>\nHm.\n</think>\n{answer}", answer):
+            reasoning = "Hm." if "Hm." in text else ""
+            assert result(dialect.parser(tools), [text]) == (reasoning, content, []), text
+            assert result(dialect.parser(tools), list(text)) == (reasoning, content, []), text
+    assert result(dialect.parser(TOOLS), list(f"<think>Hm.</think>{NOW}")) == ("Hm.", "", [("now", "{}")])
+    assert result(dialect.parser({}, separate=False), [answer])[1] == answer
+
+
 def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
     dialect = dialect_of(None, "hermes", "qwen3")
     assert dialect.reasoning_is_open_after("<|im_start|>assistant\n<think>\n")
@@ -616,9 +640,10 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("<|START_THINKING|>{{ plan }}<|START_ACTION|>[", "cohere", "cohere"),
         ("'List of tools: <|tool_list_start|>[' + tool", "lfm2", None),
         ("'use the following format:\n' + '<TOOLCALL>[{{'", "nemotron", None),
+        ("Write between <think></think> and <response></response>.", None, "think_answer"),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
-        ("<think>{{ '<answer>' }}</think><tool_calls>[{{ calls }}]", "hunyuan", "hunyuan"),
+        ("<think>{{ '<answer>' }}</think><tool_calls>[{{ calls }}]", "hunyuan", "think_answer"),
         ('{"name": function name, "parameters": dictionary of argument', "llama3", None),
         ("in the format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", None),
         ("<seed:think>{{ thought }}</seed:think><seed:tool_call>\n<function=", "seed_oss", "seed_oss"),
