@@ -362,7 +362,12 @@ class _Writer:
 
     def _close(self) -> str:
         form = self._form
-        return f"{literal(form.tail or form.space)} {self._lark.mark(form.close)}" if form.close else ""
+        return f"{literal(form.tail) or self._space()} {self._lark.mark(form.close)}" if form.close else ""
+
+    def _space(self) -> str:
+        """Returns the expression of what stands around a call: of JSON some models (EXAONE 4) leave it out."""
+        space = literal(self._form.space)
+        return f"{space}?" if space and self._form.kind == "json" else space
 
     def _body(self) -> str:
         """Returns the expression of what stands between the opening and the closing text."""
@@ -378,7 +383,7 @@ class _Writer:
         }[form.kind]
         one = lark.rule(" | ".join(write(name) for name in self._calls.tools))
         if form.one_by_one:
-            return f"{literal(form.space)} {one}" if form.kind == "json" else one
+            return f"{self._space()} {one}" if form.kind == "json" else one
         more = max(self._calls.max_calls - 1, 0)
         separator = f",{form.indent}" if form.indent else form.separator or ", "
         several = f"{one} ({literal(separator)} {one}){{0,{more}}}" if more else one

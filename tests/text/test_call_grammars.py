@@ -327,12 +327,14 @@ def test_answers_with_one_call_at_most_have_a_grammar_in_every_form(name: str) -
 # Several calls as the templates of the models write them again.
 _DEEPSEEK = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": "x"}\n```<｜tool▁call▁end｜>'
 _NEMOTRON = "<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>\n"
+_EXAONE = '<tool_call>{"name": "weather", "arguments": {"city": "x"}}</tool_call>'
 _GLM = "<tool_call>weather<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>"
 SEVERAL = {
     "DeepSeek R1": ("deepseek_v3", f"<｜tool▁calls▁begin｜>{_DEEPSEEK}\n{_DEEPSEEK}<｜tool▁calls▁end｜>"),
     "Nemotron 3": ("qwen3_coder", _NEMOTRON * 2),
     "Qwen3-Coder": ("qwen3_coder", (_NEMOTRON * 2).strip()),
     "GLM-4.7": ("glm45", _GLM * 2),
+    "EXAONE 4": ("hermes", f"{_EXAONE}\n{_EXAONE}"),
     "GLM-4.5": ("glm45", f"{_GLM}\n{_GLM}"),
 }
 
