@@ -180,7 +180,9 @@ def _read_json(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict) or not isinstance(item.get(form.name_key), str):
             return None
-        arguments: Any = next((item[key] for key in _KEYS if key in item), {})
+        arguments: Any = next((item[key] for key in _KEYS if item.get(key) is not None), {})
+        if isinstance(arguments, str):  # the object as a text, as Granite 4 and Llama 3 write it at times
+            arguments = decoded(arguments)
         if not isinstance(arguments, dict):
             return None
         found.append(Call(item[form.name_key], encoded(arguments)))

@@ -419,6 +419,19 @@ def test_a_call_that_qwen3_coder_forgot_to_open_is_one(
     assert told.endswith("and so on"), "text is not held back"
 
 
+def test_arguments_may_be_an_object_in_a_text_or_missing() -> None:
+    quoted = json.dumps(json.dumps(PARIS))
+    for name, text in (
+        ("hermes", f'<tool_call>{{"name": "weather", "arguments": {quoted}}}</tool_call>'),
+        ("llama3", f'{{"name": "weather", "parameters": {quoted}}}'),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {quoted}}}]'),
+    ):
+        assert whole(name, text) == ("", "", [("weather", PARIS)])
+        assert whole(name, text.replace("weather", "now").replace(quoted, "null")) == ("", "", [("now", {})])
+        wrong = text.replace(quoted, '"[1]"')
+        assert whole(name, wrong) == ("", wrong, [])
+
+
 @pytest.mark.parametrize("header", ["<|channel|>analysis", "<|channel|>commentary to=functions.now <|constrain|>json"])
 def test_nothing_is_written_of_a_header_that_the_end_cuts(header: str) -> None:
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
