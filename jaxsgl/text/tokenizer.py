@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ _ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 _NAMED_BY_ID = "<|tool_call_argument_begin|>"  # of Kimi's templates, which write of a call its id and its arguments
 _ONE_ANALYSIS = "Cannot pass both content and thinking"  # of gpt-oss's template, about messages with calls
+_NINE_CHARACTERS = re.compile(r"alphanumeric strings with length (?:>= )?9")  # of ids, in errors of Mistral's
 _NUMBERED_ID = re.compile(r"functions\..+:[0-9]+")
 
 Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates take it: role, content, perhaps tool_calls etc.
@@ -229,7 +230,9 @@ class Tokenizer:
             turns, tools, variables = map(self._split.mark, (turns, tools, variables))
         template = options.template or self.chat_template or ""
         if _NAMED_BY_ID in template:
-            turns = _with_numbered_calls(turns)
+            turns = _with_ids(turns, _kimis_id)
+        if _NINE_CHARACTERS.search(template):
+            turns = _with_ids(turns, _mistrals_id)
         if _ONE_ANALYSIS in template:
             turns = [_with_one_analysis(turn) for turn in turns]
         arguments = {
@@ -384,8 +387,19 @@ def _with_spelled_calls(turns: Sequence[Turn]) -> list[Turn]:
     ]
 
 
-def _with_numbered_calls(turns: Sequence[Turn]) -> list[Turn]:
-    """Returns `turns` with the ids that Kimi gives its calls, which hold their names, in place of other ids."""
+def _kimis_id(given: Any, name: str, number: int) -> str:
+    """Returns an id as Kimi gives them to its calls: its templates know their names from nothing else."""
+    return given if isinstance(given, str) and _NUMBERED_ID.fullmatch(given) else f"functions.{name}:{number}"
+
+
+def _mistrals_id(given: Any, name: str, number: int) -> str:
+    """Returns an id of nine letters and digits: Mistral's templates refuse others."""
+    kept = "".join(char for char in str(number if given is None else given) if char.isascii() and char.isalnum())
+    return kept[-9:].rjust(9, "0")
+
+
+def _with_ids(turns: Sequence[Turn], new_id: Callable[[Any, str, int], str]) -> list[Turn]:
+    """Returns `turns` with other ids of calls, made of the id given, the function's name and the call's number."""
     ids: dict[Any, str] = {}
     number = 0
     renamed: list[Turn] = []
@@ -393,8 +407,7 @@ def _with_numbered_calls(turns: Sequence[Turn]) -> list[Turn]:
         calls = []
         for call in turn.get("tool_calls") or ():
             given = call.get("id")
-            is_kimis = isinstance(given, str) and _NUMBERED_ID.fullmatch(given)
-            ids[given] = given if is_kimis else f"functions.{call['function']['name']}:{number}"
+            ids[given] = new_id(given, call["function"]["name"], number)
             calls.append({**call, "id": ids[given]})
             number += 1
         if calls:

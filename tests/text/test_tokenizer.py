@@ -45,6 +45,25 @@ def test_a_template_that_refuses_is_the_clients_mistake(tokenizer: Tokenizer) ->
         tokenizer.encode_chat([ChatMessage("robot", "hello")])
 
 
+def test_mistrals_template_gets_ids_of_nine_characters(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}"
+        "{% set ids = m.tool_calls | map(attribute='id') if m.tool_calls else [m.tool_call_id] %}"
+        "{% for id in ids %}{% if id | length != 9 %}"
+        "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+        "{% endif %}{{ id }} {% endfor %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path, chat_template=template))
+    ids = ("toolu_01AbCdEfGhIjK", "a1-_b2", "123456789", None)
+    calls = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in ids]
+    turns = [{"role": "assistant", "content": "", "tool_calls": pair} for pair in (calls[:2], calls[2:])]
+    results = [{"role": "tool", "content": "", "tool_call_id": id} for id in ids[:3]]
+    text = tokenizer.render_chat([turns[0], *results[:2], turns[1], results[2]], TemplateOptions())
+    assert text.split() == [
+        "CdEfGhIjK", "00000a1b2", "CdEfGhIjK", "00000a1b2", "123456789", "000000003", "123456789",
+    ]  # fmt: skip
+
+
 def test_gpt_oss_sees_a_text_between_its_reasoning_and_a_call(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception("
