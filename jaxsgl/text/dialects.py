@@ -87,11 +87,12 @@ _CALL_SIGNS = (
 )
 # Special tokens that show a form where the template has none of the signs.
 _CALL_TOKENS = {"<|tool_call_start|>": "lfm2", "<|/tool_call|>": "phi4_mini"}
+_WRAP = r"<answer>|<response>(?:</response>|\\n|\n)"  # MiniMax's results of tools stand in <response>, too
 _REASONING_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
     (re.compile(r"</?seed:think>"), "seed_oss"),
     (re.compile(r"<\|START_(?:THINKING|RESPONSE)\|>"), "cohere"),
-    (re.compile(r"</think>(?s:.*)<(?:answer|response)>|<(?:answer|response)>(?s:.*)</think>"), "think_answer"),
+    (re.compile(rf"</think>(?s:.*)(?:{_WRAP})|(?:{_WRAP})(?s:.*)</think>"), "think_answer"),
     (re.compile(r"</think>|add_generation_prompt(?s:.*)<think>"), "think"),
     (re.compile(r"\[/THINK\]"), "mistral"),
     (re.compile(r"<\|channel>thought"), "gemma4"),

@@ -654,6 +654,8 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
         ("'List of tools: <|tool_list_start|>[' + tool", "lfm2", None),
         ("'use the following format:\n' + '<TOOLCALL>[{{'", "nemotron", None),
         ("Write between <think></think> and <response></response>.", None, "think_answer"),
+        (r"{% if '<answer>' in text %}{{ '<think>\n\n</think>\n' }}", None, "think_answer"),
+        (r"{{ '</think>' + '\n<response>' }}{{ result }}{{ '</response>' }}", None, "think"),
         ("[TOOL_CALLS] [", "mistral", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
         ("<think>{{ '<answer>' }}</think><tool_calls>[{{ calls }}]", "hunyuan", "think_answer"),
