@@ -24,6 +24,7 @@ class ReasoningForm:
     Attributes:
       opens_itself: the answer begins with reasoning though neither prompt nor answer says so.
       frames: what may begin and end the text behind it; none of it is text of the answer, wherever it stands.
+      begin: what a prompt may write behind `open`.
       wraps: tags that may begin and end that text, and are text of the answer anywhere else.
     """
 
@@ -31,6 +32,7 @@ class ReasoningForm:
     close: str
     opens_itself: bool = False
     frames: tuple[tuple[str, str], ...] = ()
+    begin: str = ""
     wraps: tuple[tuple[str, str], ...] = ()
 
 

@@ -413,10 +413,12 @@ class _Writer:
         return self._lark.json(_schema(self._calls, name), lenient=name not in self._calls.strict)
 
     def _tagged_call(self, name: str) -> str:
-        def parameter(key: str, value: str) -> str:
-            return f'"<parameter=" {key} ">\\n" {value}'
+        around = self._form.around
 
-        parts = self._in_order(name, parameter, "\n</parameter>\n")
+        def parameter(key: str, value: str) -> str:
+            return f'"<parameter=" {key} {literal(f">{around}")} {value}'
+
+        parts = self._in_order(name, parameter, f"{around}</parameter>\n")
         return f"{literal(f'{chr(10)}<function={name}>{chr(10)}')} {parts} {literal('</function>')}"
 
     def _invoked_call(self, name: str) -> str:

@@ -47,6 +47,7 @@ class CallForm:
       numbered: a name of "named_json" is followed by a colon and the number of the call.
       tail: what stands before `close`, after space.
       quote: what begins and ends texts in arguments of "unquoted".
+      around: what the model writes around a value of "tagged".
       head: what begins a call of "tagged", also one before which the model has forgotten `opens`; "": it never does.
     """
 
@@ -67,6 +68,7 @@ class CallForm:
     numbered: bool = False
     tail: str = ""
     quote: str = ""
+    around: str = ""
     head: str = ""
 
 
@@ -80,7 +82,9 @@ class Call(msgspec.Struct, frozen=True):
 HERMES = CallForm("json", opens=("<tool_call>",), close="</tool_call>", space="\n")
 FORMS: dict[str, CallForm] = {
     "hermes": HERMES,
-    "qwen3_coder": CallForm("tagged", opens=("<tool_call>",), close="</tool_call>", space="\n", head="<function="),
+    "qwen3_coder": CallForm(
+        "tagged", opens=("<tool_call>",), close="</tool_call>", space="\n", around="\n", head="<function="
+    ),
     "seed_oss": CallForm("tagged", opens=("<seed:tool_call>",), close="</seed:tool_call>", space="\n"),
     "glm45": CallForm("keyed", opens=("<tool_call>",), close="</tool_call>"),
     "llama3": CallForm(

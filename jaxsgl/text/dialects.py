@@ -29,7 +29,7 @@ REASONING_FORMS = {
     ),
     "think_always": ReasoningForm("<think>", "</think>", opens_itself=True),
     "mistral": ReasoningForm("[THINK]", "[/THINK]"),
-    "seed_oss": ReasoningForm("<seed:think>", "</seed:think>"),
+    "seed_oss": ReasoningForm("<seed:think>", "</seed:think>", begin="<seed:cot_budget_reflect>"),
     "granite": ReasoningForm("Here is my thought process:", "Here is my response:"),
     "cohere": ReasoningForm(
         "<|START_THINKING|>",
@@ -149,7 +149,7 @@ class Dialect:
             return False
         if continued is not None:
             return continued.rfind(form.open) > continued.rfind(form.close)
-        return prompt.rstrip().endswith(form.open.rstrip())
+        return prompt.rstrip().removesuffix(form.begin).endswith(form.open.rstrip())
 
     def parser(
         self,

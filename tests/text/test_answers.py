@@ -677,7 +677,10 @@ def test_a_special_token_shows_a_form_that_the_template_hides(token: str, calls:
 
 def test_seed_oss_thinks_and_calls_in_words_of_its_own() -> None:
     call = "<seed:tool_call>\n<function=weather>\n<parameter=city>\nParis</parameter>\n</function>\n</seed:tool_call>"
-    parser = dialect_of(None, "seed_oss", "seed_oss").parser(TOOLS)
+    dialect = dialect_of(None, "seed_oss", "seed_oss")
+    assert dialect.reasoning_is_open_after("<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>")
+    assert not dialect.reasoning_is_open_after("<seed:bos>assistant\n")
+    parser = dialect.parser(TOOLS)
     assert result(parser, list(f"<seed:think>Hm</seed:think>I look.\n{call}")) == (
         "Hm", "I look.", [("weather", '{"city":"Paris"}')],
     )  # fmt: skip

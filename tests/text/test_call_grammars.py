@@ -52,6 +52,10 @@ TEXTS = {
         "C\n</parameter>\n</function>\n</tool_call>",
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ],
+    "seed_oss": [
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>x\ny</parameter>\n<parameter=days>2</parameter>\n"
+        "<parameter=unit>C</parameter>\n</function>\n</seed:tool_call>",
+    ],
     "glm45": [
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>3</arg_value>\n</tool_call>",
