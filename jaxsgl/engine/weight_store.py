@@ -345,11 +345,20 @@ def _is_named(tree: Tree) -> TypeGuard[Mapping[str, Any]]:
 def _check_arrays(given: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` for anything else by a name, as PyTorch's tensors."""
     for name, leaf in given.items():
-        if not isinstance(leaf, jax.Array | np.ndarray):
+        if not _is_array(leaf):
             raise CheckpointError(
                 f"{name} is a {_kind_of(leaf)}, but must be an array of NumPy or JAX: "
                 "jax.dlpack.from_dlpack(tensor.detach().contiguous()) makes one of a PyTorch tensor"
             )
+
+
+def _is_array(value: Any) -> bool:
+    """Whether NumPy can read it: flax's variables, too."""
+    try:
+        np.dtype(value.dtype)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def _kind_of(value: object) -> str:

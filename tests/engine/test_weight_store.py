@@ -121,7 +121,7 @@ def test_weights_staged_on_another_device_come_to_lie_where_the_old_ones_did(
     assert llm.engine.recompiles == num_compiled
 
 
-@pytest.mark.parametrize("to_array", [np.array, jnp.array])
+@pytest.mark.parametrize("to_array", [np.array, jnp.array, lambda tensor: nnx.Param(jnp.array(tensor))])
 def test_tensors_by_the_names_of_a_checkpoint_are_fused_as_a_folders_are(
     llm: LLM, folders: list[Path], expected: list[list[list[int]]], to_array: Callable[..., Any]
 ) -> None:
