@@ -146,10 +146,14 @@ def test_an_order_that_waits_is_given_up_when_its_client_leaves(path: str, body:
 
 
 def test_memory_is_released_and_resumed_by_tags(http: httpx.Client) -> None:
-    for body in (None, {}, {"tags": None}, {"tags": ["weights"]}, {"tags": ["kv_cache", "weights"]}):
+    all_of_sglang = {"tags": ["kv_cache", "weights", "cuda_graph"]}
+    for body in (None, {}, {"tags": None}, {"tags": ["weights"]}, {"tags": ["kv_cache", "weights"]}, all_of_sglang):
         released = http.post("/release_memory_occupation", json=body)
         assert released.json().get("success"), released.text
         assert http.get("/server_info").json()["internal_states"][0]["paused"]
         assert http.post("/resume_memory_occupation", json=body).json()["message"] == "generation goes on"
-    refused = http.post("/release_memory_occupation", json={"tags": ["cuda_graph"]})
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        assert http.post(path, json={"tags": ["cuda_graph"]}).json()["success"]
+    assert not http.get("/server_info").json()["internal_states"][0]["paused"]
+    refused = http.post("/release_memory_occupation", json={"tags": ["pages"]})
     assert refused.status_code == 400 and "tags" in error_of(refused)["message"]

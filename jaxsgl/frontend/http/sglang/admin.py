@@ -290,7 +290,8 @@ def _mode(body: UpdateWeightsBody) -> UpdateMode:
 
 
 def _tags(body: MemoryBody | None) -> tuple[MemoryTag, ...]:
-    return tuple(MemoryTag) if body is None or body.tags is None else tuple(map(MemoryTag, body.tags))
+    known = tuple(MemoryTag)
+    return known if body is None or body.tags is None else tuple(tag for tag in known if tag.value in body.tags)
 
 
 def _weights_answer(answer: Answer, message: str, **more: Any) -> Response:

@@ -227,6 +227,10 @@ class UnloadAdapterBody(Body):
 class MemoryBody(Body):
     """Body of /release_memory_occupation and /resume_memory_occupation."""
 
-    tags: Annotated[list[Literal["weights", "kv_cache"]], Field(max_length=16, description="default: all")] | None = (
-        None
-    )
+    tags: (
+        Annotated[
+            list[Literal["weights", "kv_cache", "cuda_graph"]],
+            Field(max_length=16, description="default: all; graphs take no memory of their own here"),
+        ]
+        | None
+    ) = None
