@@ -1,7 +1,7 @@
 """The command line of `jaxsgl serve`: flags in sections by topic, those of other servers, and a file of flags.
 
 `--config FILE.yaml` holds flags as vLLM's does: `max-running-requests: 64`, true for a switch, lists for several
-values. What the command line says goes before it. serve.py calls `parse`.
+values. What the command line says goes before it. serve.py calls `parse`, offline/run_batch.py `parse_flags`.
 
 Flags of SGLang and vLLM that mean the same under another name are aliases of ours. Of the others, some change nothing
 here, and some name what to give instead: a command pasted from their pages so starts, with a line for each flag that
@@ -165,6 +165,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.without_effect = [*args.without_effect, *others]
     if args.positional_model is not None:
         args.model = args.positional_model
+    return args
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line of a program that has the flags of `parser`, and takes those of other servers as `parse`.
+
+    Raises `ConfigError`.
+    """
+    add_foreign_flags(parser)
+    argv, others = _without_other_values(argv)
+    args = _parse_all(parser, argv)
+    args.without_effect = [*args.without_effect, *others]
     return args
 
 

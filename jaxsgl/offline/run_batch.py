@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxsgl import logs
+from jaxsgl.config.command_line import parse_flags, words_of
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest, StartupError
@@ -30,8 +31,14 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Answers the file; returns the exit status: 0 if all is answered, 1 if not, 2 if the file can't be used."""
-    args = _parser().parse_args(argv)
+    try:
+        args = parse_flags(_parser(), sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     logs.configure(logs.LogStyle(args.log_level, args.log_format), "batch", logs.secrets_of(ServerConfig, args))
+    for line in words_of(args.without_effect):
+        logger.info(line)
     try:
         config = from_flags(ServerConfig, args)
         if config.tokenizer_worker_num > 1:

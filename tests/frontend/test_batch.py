@@ -137,6 +137,26 @@ def test_answers_are_not_written_into_the_file_of_requests(
     assert source.read_text() == text
 
 
+def test_flags_of_other_servers_are_taken_as_by_a_server(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
+    files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+    with caplog.at_level("INFO"):
+        assert run_batch.main([*files, "--trust-remote-code", "--attention-backend", "FLASHINFER"]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert "--trust-remote-code changes nothing here" in caplog.text
+    assert "--attention-backend flashinfer changes nothing here" in caplog.text
+    assert run_batch.main([*files, "--ep", "8"]) == 1
+    assert "error: --ep takes no number: give --tp 8 --ep" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_batch.main([*files, "--max-modle-len", "5"])
+    assert "--max-modle-len (is it --max-model-len?)" in capsys.readouterr().err
+
+
 def run_status(monkeypatch: pytest.MonkeyPatch, source: Path, output: Path, model: str) -> int:
     monkeypatch.setattr(logs, "configure", lambda *_: None)  # this process has its own
     return run_batch.main(["-i", str(source), "-o", str(output), "--model", model])
