@@ -127,12 +127,15 @@ def test_values_that_are_no_arguments_are_refused_by_name(llm: LLM) -> None:
 
 def test_a_refusal_names_the_prompt_among_several(llm: LLM) -> None:
     turns = [{"role": "user", "content": "Hi"}]
+    mixed: list[Any] = ["a", [5] * 10000]
+    wrong: Any = ["a", "b", b"c"]
+    conversations: Any = [turns, ["Hi"]]
     with pytest.raises(InvalidRequest, match=r"^prompt 1: the prompt has 10000 tokens"):
-        llm.generate(["a", [5] * 10000], GREEDY)
+        llm.generate(mixed, GREEDY)
     with pytest.raises(InvalidRequest, match=r"^prompt 2: a prompt must be a text"):
-        llm.generate(["a", "b", b"c"], GREEDY)  # type: ignore[list-item]
+        llm.generate(wrong, GREEDY)
     with pytest.raises(InvalidRequest, match=r"^prompt 1: a turn is a str"):
-        llm.chat([turns, ["Hi"]], GREEDY)  # type: ignore[list-item]
+        llm.chat(conversations, GREEDY)
     with pytest.raises(InvalidRequest, match=r"^the prompt has 10000 tokens"):
         llm.generate([[5] * 10000], GREEDY)
 
