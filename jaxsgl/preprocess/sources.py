@@ -80,6 +80,7 @@ class VideoSource:
 
 
 Source: TypeAlias = ImageSource | VideoSource
+UNTOLD_TYPES = ("", "application/octet-stream", "binary/octet-stream")  # of files whose names say nothing
 IMAGE_KINDS, VIDEO_KINDS = ("image",), ("video", "image")
 
 
@@ -144,11 +145,9 @@ def data_of(url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> byte
 
 
 def check_type(media_type: str, kinds: tuple[str, ...], name: str) -> None:
-    """Raises `InvalidRequest` for a media type that is no picture or video."""
-    if media_type.partition("/")[0] not in kinds:
-        raise InvalidRequest(
-            f"{name} is of the type {media_type[:100] or 'text/plain'}, but must be {' or '.join(kinds)}"
-        )
+    """Raises `InvalidRequest` for a media type that is no picture or video; one that says nothing is taken."""
+    if media_type not in UNTOLD_TYPES and media_type.partition("/")[0] not in kinds:
+        raise InvalidRequest(f"{name} is of the type {media_type[:100]}, but must be {' or '.join(kinds)}")
 
 
 def from_base64(text: str, budget: Budget, name: str) -> bytes:

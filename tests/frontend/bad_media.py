@@ -127,7 +127,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "tiff": ([image_part(data_url(tiff(), "image/tiff"))], "send JPEG, PNG, WebP, GIF or BMP"),
     "svg": ([image_part(data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"))], "no picture"),
     "wrong type": ([image_part(f"data:text/html;base64,{TEXT}")], "is of the type text/html, but must be image"),
-    "no type": ([image_part(f"data:;base64,{TEXT}")], "is of the type text/plain"),
+    "no type": ([image_part(f"data:;base64,{TEXT}")], "no picture that can be read"),
     "video as image": ([image_part(data_url(b"x", "video/mp4"))], "is of the type video/mp4, but must be image"),
     "not base64": ([image_part("data:image/png;base64,%%%%")], "no base64"),
     "no base64 mark": ([image_part("data:image/png,abc")], "no data: URL in base64"),

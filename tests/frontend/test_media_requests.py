@@ -67,6 +67,8 @@ def test_every_protocol_gives_the_engine_the_same_patches(folder: str) -> None:
         sampling = {"max_new_tokens": 1}
         for body in (
             {"text": text, "image_data": data_url(CAT)}, {"text": text, "image_data": encoded},
+            {"text": text, "image_data": f"data:;base64,{encoded}"},
+            {"text": text, "image_data": f"data:application/octet-stream;base64,{encoded}"},
             {"text": text, "image_data": [encoded]}, {"input_ids": ids, "image_data": [encoded]},
             {"text": [text], "image_data": [[encoded]]},
         ):  # fmt: skip
@@ -80,7 +82,7 @@ def test_every_protocol_gives_the_engine_the_same_patches(folder: str) -> None:
         ):
             asked.sampling.max_tokens = 1
             assert [reply async for reply in stub.Generate(asked)]
-        assert len(served.requests) == 7
+        assert len(served.requests) == 9
         assert {tuple(request.prompt_ids) for request in served.requests} == {tuple(served.requests[0].prompt_ids)}
         assert {request.media for request in served.requests} == {served.requests[0].media}
         parts = [pb.ContentPart(text="a"), pb.ContentPart(media=media), pb.ContentPart(text="b")]

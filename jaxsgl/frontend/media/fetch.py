@@ -37,7 +37,6 @@ MAX_ADDRESSES = 4  # of a host that are tried
 READ_BYTES = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _INTERIM = (100, *range(102, 200))  # before the final answer; after 101 another protocol would be spoken
-_UNTYPED = ("application/octet-stream", "binary/octet-stream")  # what file stores say of everything
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -263,9 +262,8 @@ class _FetchedFile:
             raise self._refused(f"status {status}")
         if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
             raise self._refused("a compressed answer")
-        media_type = headers.get("content-type", _UNTYPED[0]).partition(";")[0].strip().lower()
-        if media_type not in _UNTYPED:
-            check_type(media_type, self._kinds, self._name)
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        check_type(media_type, self._kinds, self._name)
         length = headers.get("content-length", "0")
         self._budget.check(int(length) if length.isdecimal() else 0, self._name)
 
