@@ -14,6 +14,7 @@ from pallas_kernels.api.attention import (
     paged_extend_attention,
     store_and_decode,
 )
+from pallas_kernels.api.chosen import attend_to_chosen, choose_tokens
 from pallas_kernels.api.experts import (
     choose_experts,
     experts_multiply_float8,
@@ -46,6 +47,7 @@ from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
+from pallas_kernels.token_index import TokenIndex
 
 __all__ = [
     "BACKENDS",
@@ -62,12 +64,15 @@ __all__ = [
     "Router",
     "ScaledMatrix",
     "ScaledRows",
+    "TokenIndex",
     "UnitWeights",
     "absorb_and_store",
     "add_and_norm",
     "add_and_norm_in_float8",
     "add_choices",
+    "attend_to_chosen",
     "choose_experts",
+    "choose_tokens",
     "decode_latents",
     "device_multiplies_float8",
     "experts_multiply_float8",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.parts import whole
 from pallas_kernels.qkv import rotate
+from pallas_kernels.token_index import TokenIndex
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +78,10 @@ class LatentQkv:
     """Of the norm."""
     dtype: Any = dataclasses.field(metadata={"static": True})
     """Of queries and entries."""
+    index: TokenIndex | None = None
+    """By which tokens are chosen; None: all are attended to, or those that the last layer with an index chose."""
+    num_chosen: int = dataclasses.field(default=0, metadata={"static": True})
+    """Tokens that a query attends to at most; 0: all."""
 
     @property
     def num_tokens(self) -> int:
@@ -104,16 +109,20 @@ class LatentQkv:
 
     @property
     def entries(self) -> jax.Array:
-        """`[T, 1, C + R]`, the tokens' own keys as the cache holds them, by XLA."""
+        """`[T, 1, C + R]`, the tokens' own keys as the cache holds them, by XLA; with the key of an index, if there is
+        one, `[T, 1, C + R + I]`."""
         product = self.product if self.entries_product is None else self.entries_product
         row = self._whole(product)[:, -self.head_dim :]
         latent, key = row[:, : self.heads.latent_size], row[:, None, self.heads.latent_size :]
         own = rms_norm(latent, self.scales, self.eps)
-        return jnp.concatenate([own[:, None], rotate(key, self.cos, self.sin)], axis=-1).astype(self.dtype)
+        parts = [own[:, None], rotate(key, self.cos, self.sin)]
+        if self.index is not None:
+            parts.append(self.index.keys[:, None].astype(parts[0].dtype))
+        return jnp.concatenate(parts, axis=-1).astype(self.dtype)
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values `[T, 1, C]`; `heads.outputs` makes the output of what is read of these."""
-        entries = self.entries
+        entries = self.entries[..., : self.head_dim]
         return self.queries, entries, entries[..., : self.heads.latent_size]
 
     def _whole(self, product: jax.Array) -> jax.Array:

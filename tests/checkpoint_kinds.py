@@ -22,6 +22,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -50,6 +52,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -238,6 +242,8 @@ _LATENT = {
     "n_shared_experts": 4,
     "moe_intermediate_size": 48,
 }
+# Many heads, so that hardly any token has a score of 0, which others would equal.
+_INDEX = {"index_topk": 8, "index_n_heads": 13, "index_head_dim": 10}
 
 _HYBRID = {
     "num_hidden_layers": 4,
@@ -743,6 +749,32 @@ FAMILIES: dict[str, Kind] = {
                 "mscale_all_dim": 0.8,
             },
         },
+    ),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
+        {
+            **_LATENT,
+            **_INDEX,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "glm_moe_dsa": (
+        GlmMoeDsaConfig,
+        GlmMoeDsaForCausalLM,
+        {**_LATENT, **_INDEX, "first_k_dense_replace": 1, "indexer_types": ["full", "shared", "full"]},
     ),
     "deepseek_v2": (
         DeepseekV2Config,

@@ -14,13 +14,14 @@ from jaxsgl.models import Attend, ModelArch, Qkv, abstract_model
 from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
-from pallas_kernels import AttentionOptions, LatentQkv
+from pallas_kernels import AttentionOptions, LatentQkv, TokenIndex
 from pallas_kernels.delta_tokens import DeltaTokens, MambaTokens, StateTokens
 from pallas_kernels.short_conv import ConvTokens
 
 
 def causal_attend(arch: ModelArch) -> Attend:
     stored: dict[int, tuple[jax.Array, jax.Array]] = {}
+    chosen: list[jax.Array] = []  # `[T, T]` by each index in turn
 
     def attend(place: int, qkv: Qkv | Queries, sinks: jax.Array | None) -> jax.Array:
         if isinstance(qkv, Queries):
@@ -29,10 +30,25 @@ def causal_attend(arch: ModelArch) -> Attend:
             q_TNH, k_TKH, v_TKH = qkv.split()
             stored[place] = k_TKH, v_TKH
         options = arch.attention_options(arch.attention_layers[place])
-        out = causal_attention(q_TNH, k_TKH, v_TKH, options, sinks)
+        is_chosen = None
+        if isinstance(qkv, LatentQkv) and qkv.num_chosen:
+            if qkv.index is not None:
+                chosen.append(plain_choice(qkv.index, qkv.num_chosen))
+            is_chosen = chosen[-1]
+        out = causal_attention(q_TNH, k_TKH, v_TKH, options, sinks, is_chosen)
         return qkv.heads.outputs(out) if isinstance(qkv, LatentQkv) else out
 
     return attend
+
+
+def plain_choice(index: TokenIndex, count: int) -> jax.Array:
+    """Whether each query attends to each token, `[T, T]`, by the place of its score among all that the query sees."""
+    q, k = (each.astype(jnp.float32) for each in (index.queries, index.keys))
+    of_heads = jnp.einsum("qhi,ki->qkh", q, k, precision="highest")
+    scores = (jnp.maximum(of_heads, 0) * index.weights[:, None]).sum(axis=-1)
+    mask = jnp.tril(jnp.ones(scores.shape, bool))
+    places = jnp.argsort(jnp.argsort(jnp.where(mask, -scores, jnp.inf), axis=-1), axis=-1)
+    return mask & (places < count)
 
 
 def causal_attention(
@@ -41,6 +57,7 @@ def causal_attention(
     v_TKH: jax.Array,
     options: AttentionOptions = AttentionOptions(),
     sinks: jax.Array | None = None,
+    is_chosen: jax.Array | None = None,
 ) -> jax.Array:
     num_tokens, num_heads, head_dim = q_TNH.shape
     group_size = num_heads // k_TKH.shape[1]
@@ -54,6 +71,8 @@ def causal_attention(
     if options.chunk is not None:
         chunk = jnp.arange(num_tokens) // options.chunk
         mask &= chunk[:, None] == chunk
+    if is_chosen is not None:
+        mask &= is_chosen
     scores = jnp.where(mask, scores, -jnp.inf)
     if sinks is not None:  # as a last token without a value
         column = jnp.broadcast_to(sinks[:, None, None], (num_heads, num_tokens, 1))

@@ -5,12 +5,13 @@ Called by `step`, and by what drafts, with its own layers. Knows where a step's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxsgl.batch.inputs import StepKind
 from jaxsgl.engine.state import KvBuffers
@@ -23,6 +24,8 @@ from pallas_kernels import (
     LatentQkv,
     PagedKv,
     absorb_and_store,
+    attend_to_chosen,
+    choose_tokens,
     decode_latents,
     paged_decode_attention,
     paged_extend_attention,
@@ -81,6 +84,7 @@ class Pages:
         self._page_table = page_table_SP
         self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
+        self._chosen: jax.Array | None = None  # positions `[T, k]` that the last index chose
 
     def attend(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
@@ -135,9 +139,46 @@ class Pages:
         q_TNH, pages = absorb_and_store(qkv, self._k[place], a.slots, backend=kernels.rotate_and_store)
         self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
+
+        def to_all() -> jax.Array:
+            if self._kind == "decode":
+                return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
+            return qkv.heads.outputs(self._extend(q_TNH, kv, options))
+
+        if not 0 < qkv.num_chosen < kv.max_len:
+            return to_all()
+        return self._attend_to_chosen(q_TNH, qkv, kv, options, to_all)
+
+    def _attend_to_chosen(
+        self,
+        q_TNH: jax.Array,
+        qkv: LatentQkv,
+        kv: PagedKv,
+        options: AttentionOptions,
+        to_all: Callable[[], jax.Array],
+    ) -> jax.Array:
+        """Attention to the tokens that an index chooses; `to_all` in steps where it would choose all."""
+        count, num_tokens = qkv.num_chosen, qkv.num_tokens
+        offsets = self._places.query_offsets
         if self._kind == "decode":
-            return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
-        return qkv.heads.outputs(self._extend(q_TNH, kv, options))
+            offsets = jnp.arange(num_tokens + 1, dtype=jnp.int32)
+        chooses_all = jnp.max(kv.lengths) <= count
+        index = qkv.index
+        if index is not None:
+            self._chosen = lax.cond(
+                chooses_all,
+                lambda: jnp.zeros((num_tokens, count), jnp.int32),
+                lambda: choose_tokens(index, offsets, kv, qkv.head_dim, count),
+            )
+        chosen = self._chosen
+        assert chosen is not None, "the first layer has an index"
+
+        def to_chosen() -> jax.Array:
+            q = q_TNH[..., : qkv.head_dim]
+            return qkv.heads.outputs(attend_to_chosen(q, chosen, offsets, kv, options))
+
+        out: jax.Array = lax.cond(chooses_all, to_all, to_chosen)
+        return out
 
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""

@@ -198,7 +198,7 @@ class ModelArch:
 
     @property
     def latent(self) -> Latent | None:
-        """What its layers attend over, if it is a latent; all have the same."""
+        """What its layers attend over, if it is a latent; all have the same, but for who has an index of their own."""
         mixer = self.layers[0].mixer
         return mixer if isinstance(mixer, Latent) else None
 
@@ -439,9 +439,9 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     config.defaults, config.keys = family.defaults, family.keys
     _refuse_unbuilt(config, family)
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
-    latent = read_latent(config) if family.latent else None
+    latent = read_latent(config, family) if family.latent else None
     if latent is not None:
-        num_kv_heads, head_dim = 1, latent.kv_rank + latent.rotated
+        num_kv_heads, head_dim = 1, latent.entry_size
     else:
         num_kv_heads = config.count("num_key_value_heads", num_heads)
         head_dim = config.count("head_dim", hidden_size // num_heads)

@@ -213,6 +213,8 @@ class Family:
       ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
+      index: an index chooses the tokens that they attend to, and of its keys numbers turn together that are half of
+        them apart, or pairs of neighbours; None: they attend to all.
       recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval`,
         `attn_layer_indices` or `full_attn_idxs` says; None: none is anything else.
       mamba_keys: what keys of Mamba-2 are called, if not as in Granite 4.0, by their names there.
@@ -285,6 +287,7 @@ class Family:
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False
+    index: Literal["halves", "pairs"] | None = None
     recurrence: Literal["delta-net", "mamba", "short-conv"] | None = None
     mamba_keys: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = False

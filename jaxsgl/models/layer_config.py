@@ -5,6 +5,7 @@ Called by `arch`. Knows the keys of transformers 5 and of older folders; `famili
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family, MoeFamily, VisionFamily
-from jaxsgl.models.layer_spec import Clamp, DenseMlp, KvHeads, Latent, LayerSpec, Mixer, MoeMlp, RecurrentNet
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, Index, KvHeads, Latent, LayerSpec, Mixer, MoeMlp, RecurrentNet
 from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
 from jaxsgl.models.recurrent_config import (
     DENSE,
@@ -83,17 +84,18 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         mixers[RECURRENT] = read_recurrent_net(config, family)
     else:
         skip_recurrent_net(config, family)
+    latents = [latent] * num_layers if latent is None else _read_latents(config, latent, num_layers)
     specs = tuple(
         LayerSpec(
             mlp,
             window if each == SLIDING else None,
             None if rope is None else ropes.index(rope),
-            mixers.get(each, latent or "attention"),
+            mixers.get(each, own or "attention"),
             experts=experts,
             chunk=chunk if each == CHUNKED else None,
             unit_heads=has_unit_heads and turned,
         )
-        for mlp, each, turned, rope in zip(mlps, types, is_turned, rope_of_layer, strict=True)
+        for mlp, each, turned, rope, own in zip(mlps, types, is_turned, rope_of_layer, latents, strict=True)
     )
     if family.own_parts:
         specs = with_own_parts(config, specs, types, FULL, heads)
@@ -406,7 +408,7 @@ def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> i
     return int(config.get(family.shared_key, 0)) * ffn_size if family.shared_key is not None else 0
 
 
-def read_latent(config: ConfigFile) -> Latent:
+def read_latent(config: ConfigFile, family: Family) -> Latent:
     """The latent of all layers. Raises `CheckpointError` for numbers that are missing."""
     q_rank = config.get("q_lora_rank")
     return Latent(
@@ -416,7 +418,38 @@ def read_latent(config: ConfigFile) -> Latent:
         unrotated=config.count("qk_nope_head_dim"),
         value=config.count("v_head_dim"),
         has_bias=bool(config.get("attention_bias", False)),
+        index=None if family.index is None else _read_index(config, family.index),
     )
+
+
+def _read_index(config: ConfigFile, turned: str) -> Index:
+    num_heads, size, num_chosen = (config.count(key) for key in ("index_n_heads", "index_head_dim", "index_topk"))
+    index = Index(num_heads, size, num_chosen, interleaved=turned == "pairs")
+    if config.get("q_lora_rank") is None or index.size < config.count("qk_rope_head_dim"):
+        raise CheckpointError(
+            f"{config.path}: index_head_dim is {index.size} and q_lora_rank {config.get('q_lora_rank')}, but an index "
+            "has qk_rope_head_dim numbers that turn, and makes its queries of q_lora_rank numbers"
+        )
+    return index
+
+
+def _read_latents(config: ConfigFile, latent: Latent, num_layers: int) -> list[Latent]:
+    """That of each layer: those whose index is "shared" attend to what the last "full" one chose."""
+    if latent.index is None:
+        return [latent] * num_layers
+    shared = replace(latent, index=replace(latent.index, is_shared=True))
+    kinds = {"full": latent, "F": latent, "shared": shared, "S": shared}
+    every, first = max(config.get("index_topk_freq", 1), 1), config.get("index_skip_topk_offset", 2)
+    by_turns = ["shared" if max(i - first + 1, 0) % every else "full" for i in range(num_layers)]
+    pattern = config.get("index_topk_pattern", by_turns)
+    told = config.get("indexer_types", list(pattern) if isinstance(pattern, str) else pattern)
+    for place, each in enumerate(_of_each_layer(config, "indexer_types", told, num_layers)):
+        if each not in kinds or (place == 0 and kinds[each] is shared):
+            raise CheckpointError(
+                f"{config.path}: indexer_types has {json.dumps(each)} for layer {place}, but must have full or shared, "
+                "and full first"
+            )
+    return [kinds[each] for each in told]
 
 
 def read_latent_amplitude(config: ConfigFile) -> float:

@@ -43,6 +43,25 @@ WHOLE = Stage()  # of a model that has one
 
 
 @dataclass(frozen=True)
+class Index:
+    """What chooses the tokens that a query attends to (`pallas_kernels/token_index.py`).
+
+    Attributes:
+      num_heads: of the index.
+      size: I, numbers of its keys, of which the first R turn.
+      num_chosen: tokens that a query attends to at most.
+      interleaved: a checkpoint turns numbers 2 i and 2 i + 1 of these together; else i and i + R / 2.
+      is_shared: the layer has none of its own, and attends to what the last layer with one chose.
+    """
+
+    num_heads: int
+    size: int
+    num_chosen: int
+    interleaved: bool
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
 class Latent:
     """Attention over a latent (`models/mixers.py`).
 
@@ -53,6 +72,7 @@ class Latent:
       unrotated: numbers of a head's key that don't turn.
       value: numbers of a head's value.
       has_bias: what makes the latent, what queries are made of, and the output have biases.
+      index: what chooses tokens; None: all are attended to.
     """
 
     q_rank: int | None
@@ -61,6 +81,19 @@ class Latent:
     unrotated: int
     value: int
     has_bias: bool = False
+    index: Index | None = None
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers that the cache has of a token: latent, what turns, and the key of an index, for which layers that
+        share a choice have room, too.
+        """
+        return self.kv_rank + self.rotated + (0 if self.index is None else self.index.size)
+
+    @property
+    def own_index(self) -> Index | None:
+        """The index that the layer has parameters of."""
+        return None if self.index is None or self.index.is_shared else self.index
 
 
 @dataclass(frozen=True)
@@ -287,6 +320,7 @@ class LayerSpec:
             of_mixer = {"qkv", "o"}
         else:
             of_mixer = {"kv_a", "kv_b", "o"} | ({"q"} if self.mixer.q_rank is None else {"q_a", "q_b"})
+            of_mixer |= {"index_q", "index_k"} if self.mixer.own_index is not None else set()
         of_mlp = {"gate_up", "down"} if isinstance(self.mlp, DenseMlp) else set()
         if isinstance(self.mlp, MoeMlp):
             of_mlp = {"experts", "shared"}

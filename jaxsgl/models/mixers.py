@@ -30,10 +30,10 @@ from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Matrices, Rows, Weights
 from jaxsgl.models.precision import flat_product_in_parts, product, product_in_parts, products_side_by_side
 from jaxsgl.models.rope import RopeTables, reorders_heads
-from pallas_kernels import KernelChoice, LatentHeads, LatentQkv
+from pallas_kernels import KernelChoice, LatentHeads, LatentQkv, TokenIndex
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
-from pallas_kernels.norm import Update, rms_norm, scale_of, sum_parts
+from pallas_kernels.norm import Update, centred, rms_norm, scale_of, sum_parts
 from pallas_kernels.qkv import rotate
 from pallas_kernels.short_conv import ConvTokens
 
@@ -48,7 +48,8 @@ class LatentAttention(Matrices):
     its output. So this is attention with one kv head, C + R numbers of a key, and values that are the first C of them.
     docs/notes/2026-11-mla.md has the arithmetic. Source: DeepSeek-V2 (arXiv 2405.04434).
 
-    Devices that share the model have some of the heads each, and make the latent each for itself.
+    Devices that share the model have some of the heads each, and make the latent each for itself; so they do with what
+    an index reads.
     """
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
@@ -60,7 +61,7 @@ class LatentAttention(Matrices):
         query = n, mixer.unrotated + r
 
         def runs(before: int) -> dict[str, Any]:
-            """Of rows of which the last R may be reordered."""
+            """Of rows of which R after others, or before them, may be reordered."""
             return {"run": 1 if before % r else r, "reordered": True}
 
         if mixer.q_rank is None:
@@ -83,6 +84,19 @@ class LatentAttention(Matrices):
 
         self.q_a_bias = None if mixer.q_rank is None else bias(mixer.q_rank)
         self.kv_a_bias, self.o_bias = bias(c + r), bias(d)
+        index = mixer.own_index
+        if index is not None:
+            assert mixer.q_rank is not None, "an index's queries are made of what queries are"
+            rows = runs(index.size) if index.interleaved else {}
+            asking, float32 = (index.num_heads, index.size, mixer.q_rank), jnp.dtype(jnp.float32)
+            fmt = arch.format_of(spec, "index_q")
+            self.declare("index_q", asking, (None, None, None), dtype, fmt, fan_in=mixer.q_rank, **rows)
+            fmt = arch.format_of(spec, "index_k")
+            self.declare("index_k", (index.size, d), (None, None), dtype, fmt, fan_in=d, **rows)
+            self.declare("index_weights", (index.num_heads, d), (None, None), float32, None, fan_in=d)
+            self.index_k_norm, self.index_k_norm_bias = (
+                vector((index.size,), (None,), float32, mean=mean) for mean in (1.0, 0.0)
+            )
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """Several matrices multiply x."""
@@ -106,12 +120,15 @@ class LatentAttention(Matrices):
         first, second = products_side_by_side(
             x_TD, self.matrix("q" if mixer.q_rank is None else "q_a", kernels), self.matrix("kv_a", kernels)
         )
+        index: TokenIndex | None = None
         if mixer.q_rank is None:
             queries, entries = first, None if second is first else second
         else:
             low = _plus(sum_parts(first, x_TD)[:, : mixer.q_rank], self.q_a_bias)
             low = rms_norm(low, self.q_a_norm[...], LATENT_NORM_EPS)
             queries, entries = flat_product_in_parts(low, self.matrix("q_b", kernels)), second
+            if mixer.own_index is not None:
+                index = self._index(x_TD, low, tables, kernels)
             if tables.growth is not None:
                 queries = queries * tables.growth[:, None].astype(queries.dtype)
         if self.kv_a_bias is not None:
@@ -120,9 +137,28 @@ class LatentAttention(Matrices):
         assert isinstance(kv_b, jax.Array)
         heads = LatentHeads(kv_b, mixer.unrotated)
         turns = tables.cos, tables.sin
-        qkv = LatentQkv(queries, entries, self.kv_a_norm[...], heads, *turns, LATENT_NORM_EPS, x_TD.dtype)
+        num_chosen = 0 if mixer.index is None else mixer.index.num_chosen
+        qkv = LatentQkv(
+            queries, entries, self.kv_a_norm[...], heads, *turns, LATENT_NORM_EPS, x_TD.dtype, index, num_chosen
+        )
         out = attend(place, qkv, None)
         return last_product(out.reshape(len(x_TD), -1), self.matrix("o", kernels), self.o_bias)
+
+    def _index(self, x_TD: jax.Array, low_TQ: jax.Array, tables: RopeTables, kernels: KernelChoice) -> TokenIndex:
+        """What the tokens ask the index, of what queries are made of, and their keys, of which LayerNorm is taken."""
+        turned = self.mixer.rotated
+
+        def rotated(heads: jax.Array) -> jax.Array:
+            parts = rotate(heads[..., :turned], tables.cos, tables.sin), heads[..., turned:]
+            return jnp.concatenate(parts, axis=-1).astype(x_TD.dtype)
+
+        keys = centred(product(x_TD, self.matrix("index_k", kernels)), jnp.dtype(jnp.float32))
+        keys = rms_norm(keys, self.index_k_norm[...], LATENT_NORM_EPS) + self.index_k_norm_bias[...]
+        return TokenIndex(
+            rotated(product(low_TQ, self.matrix("index_q", kernels))),
+            product(x_TD, self.matrix("index_weights"), jnp.float32),
+            rotated(keys.astype(x_TD.dtype)[:, None])[:, 0],
+        )
 
 
 def _plus(x: jax.Array, bias: nnx.Param[jax.Array] | None) -> jax.Array:

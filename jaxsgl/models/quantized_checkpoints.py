@@ -62,6 +62,8 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "q_b": (("self_attn.q_b_proj",),),
     "kv_a": (("self_attn.kv_a_proj_with_mqa",),),
     "kv_b": (("self_attn.kv_b_proj",),),
+    "index_q": (("self_attn.indexer.wq_b",),),
+    "index_k": (("self_attn.indexer.wk",),),
     "o": (("self_attn.o_proj",), ("self_attn.out_proj",), ("mixer.o_proj",)),
     "state_inputs": (
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),

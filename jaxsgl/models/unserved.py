@@ -62,6 +62,7 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
 SERVED_BY_OTHERS = frozenset(
     {
         "experts",
+        "sparse attention that an index chooses for",
         "layers with a state-space model (Mamba)",
         "short convolutions in the place of attention",
         "a vision tower",
@@ -75,7 +76,6 @@ SERVED_BY_OTHERS = frozenset(
 )
 # The family that comes nearest where the names don't show it, by what a name begins with.
 UNLIKE_IN_NAME: Mapping[str, str] = {
-    "glmmoe": "Glm4MoeLiteForCausalLM",
     "kimi": "DeepseekV3ForCausalLM",
     "phimoe": "Phi3ForCausalLM",
 }

@@ -167,6 +167,16 @@ _LATENT: dict[Path, Recipe] = {
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NLV")),), pieces.as_is),
 }
 
+_INDEX = _ATTENTION + "indexer."
+_INDEXED: dict[Path, Recipe] = {
+    **_LATENT,
+    ("attention", "index_q"): Recipe((Source(_INDEX + "wq_b.weight", ("LHI", "LQ")),), pieces.index_queries),
+    ("attention", "index_k"): Recipe((Source(_INDEX + "wk.weight", ("LI", "D")),), pieces.index_keys),
+    ("attention", "index_k_norm"): Recipe((Source(_INDEX + "k_norm.weight", ("LI",)),), pieces.index_keys),
+    ("attention", "index_k_norm_bias"): Recipe((Source(_INDEX + "k_norm.bias", ("LI",)),), pieces.index_keys),
+    ("attention", "index_weights"): Recipe((Source(_INDEX + "weights_proj.weight", ("LH", "D")),), pieces.as_is),
+}
+
 _HYBRID: dict[Path, Recipe] = {
     ("attention", "qkv"): Recipe(
         (
@@ -413,6 +423,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Glm4vForConditionalGeneration": _GLM4,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _INDEXED,
+    "GlmMoeDsaForCausalLM": _INDEXED,
     "YoutuForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
     "Mistral4ForConditionalGeneration": _LATENT,

@@ -162,6 +162,31 @@ def _latent_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]
         yield Piece((*place, ours), rows[(*place, theirs)])
 
 
+def index_queries(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Queries of an index `[heads * I, in]` to `[heads, I, in]`, what turns in the order of `rope_tables`."""
+    assert arch.latent is not None and arch.latent.index is not None
+    heads = tensors[0].reshape(arch.latent.index.num_heads, -1, tensors[0].shape[1])
+    yield from _index_rows(arch, (slice(None),), heads)
+
+
+def index_keys(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`[I, D]`, or a vector of its norm, what turns in the order of `rope_tables`."""
+    yield from _index_rows(arch, (), tensors[0])
+
+
+def _index_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]:
+    """Rows on the axis after those of `place`, of which the first R turn."""
+    assert arch.latent is not None and arch.latent.index is not None
+    turned, size = arch.latent.rotated, rows.shape[len(place)]
+    runs = [(slice(0, size), slice(0, size))]
+    if arch.latent.index.interleaved:
+        middle, still = turned // 2, slice(turned, size)
+        runs = [(slice(0, middle), slice(0, turned, 2)), (slice(middle, turned), slice(1, turned, 2)), (still, still)]
+    for ours, theirs in runs:
+        if ours.start < ours.stop:
+            yield Piece((*place, ours), rows[(*place, theirs)])
+
+
 def latent_matrices(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """What makes keys and values of all heads `[N * (D_n + D_v), C]`, to `[N, D_n + D_v, C]`."""
     yield Piece((), tensors[0].reshape(arch.num_heads, -1, tensors[0].shape[1]))

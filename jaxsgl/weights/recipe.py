@@ -111,7 +111,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, those of an axis, and axes. Those with L are of a latent:
-    what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values. Those with G
+    what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values; of an index
+    its keys, its heads, and all their queries. Those with G
     are of what recurs: of all heads q, k and v; taps; value heads, and twice as many; numbers of a value; all values;
     three times q, k and v; q, k, v and their gates; all that Mamba-2 makes of its input. Those with P are of embeddings
     of layers: numbers of one, rows, and numbers of all layers.
@@ -163,6 +164,9 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "NLQ": arch.num_heads * (latent.unrotated + latent.rotated),
             "NLB": arch.num_heads * (latent.unrotated + latent.value),
             "NLV": arch.num_heads * latent.value,
+            "LI": latent.index.size if latent.index else 0,
+            "LH": latent.index.num_heads if latent.index else 0,
+            "LHI": latent.index.num_heads * latent.index.size if latent.index else 0,
         }
     return {
         **of_vision,

@@ -326,6 +326,8 @@ _PREDICT_MORE = (
     "Glm4MoeForCausalLM",
     "Glm4vMoeForConditionalGeneration",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "Glm4MoeLiteForCausalLM",
 )
 

@@ -102,6 +102,8 @@ class LatentShape:
     """Rows that absorb its queries."""
     num_outputs: int
     """Rows that make its output."""
+    has_index: bool = False
+    """Whether entries end in the key of an index, which XLA stores with them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,8 @@ _MOST_INPUTS = 64
 def refuse_absorb_and_store(qkv: LatentQkv, pages: jax.Array) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     size = qkv.heads.latent_size
+    if qkv.num_chosen:
+        return "entries hold the key of an index, too, which it can't store"
     if size < MIN_DOT or size & (size - 1):
         return f"latents have {size} numbers; it takes powers of two from {MIN_DOT}"
     if qkv.heads.num_absorbing % MIN_DOT:

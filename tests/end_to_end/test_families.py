@@ -38,7 +38,7 @@ KINDS = (
     "helium", "flex_olmo", "afmoe",
     "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "opt",
     "cwm", "ministral", "ministral3", "mistral4", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
-    "llama4", "hunyuan_moe",
+    "llama4", "hunyuan_moe", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py
 NEW_TOKENS = 8

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "gpt_oss": {},
     "qwen3_moe": {"num_experts": 16, "num_hidden_layers": 4},
+    "deepseek_v32": {"num_hidden_layers": 4},
 }
 DAILY = {"qwen3": [{"pp_size": 2, "tp": 2, "pp_async_batch_depth": 1}]}
 STAGES = [{"pp_size": stages, "tp": tp} for stages in (2, 4) for tp in (1, 2)]

@@ -50,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cohere2": {"vocab_size": 201},
     "phi": {"vocab_size": 201},
     "opt": {},
+    "deepseek_v32": {},
     **EXPERTS,
 }
 # Further kinds in ranks: with groups of experts, and with sinks, windows and biases.

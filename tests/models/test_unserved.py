@@ -19,7 +19,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("MambaForCausalLM", {"state_size": 16}, "no family of its form has layers with a state-space model (Mamba)", None),
     ("FalconH1ForCausalLM", {"mamba_d_ssm": 1536}, "no family of its form has layers with a state-space", None),
     ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3}, "no family of its form has short", "Lfm2MoeForCausalLM"),
-    ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "sparse attention", "DeepseekV3ForCausalLM"),
+    ("DeepseekV33ForCausalLM", {"index_topk": 9}, "no family of its form has sparse", "DeepseekV32ForCausalLM"),
     ("Llama5ForCausalLM", {"attention_chunk_size": 8192}, "no family of its form has attention", "Llama4ForCausalLM"),
     (
         "Gemma3nForConditionalGeneration",
@@ -61,6 +61,6 @@ def test_a_model_that_differs_by_nothing_known_gets_the_list() -> None:
 
 def test_a_family_may_come_near_whose_name_is_another() -> None:
     assert nearest("PhimoeForCausalLM", FAMILIES) == "Phi3ForCausalLM"
-    assert nearest("GlmMoeDsaForCausalLM", FAMILIES) == "Glm4MoeLiteForCausalLM"
+    assert nearest("GlmMoeNextForCausalLM", FAMILIES) == "GlmMoeDsaForCausalLM"
     assert nearest("KimiLinearForCausalLM", FAMILIES) == "DeepseekV3ForCausalLM"
     assert set(UNLIKE_IN_NAME.values()) <= set(FAMILIES)

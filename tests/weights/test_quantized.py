@@ -313,6 +313,7 @@ EXCEPTED: list[tuple[str, str, list[str], str]] = [
     ("qwen3_5", "fp8 in blocks", ["lm_head"], ""),  # gates are dequantized
     ("qwen3_next", "compressed-tensors int8", ["lm_head"], "in_proj_ba"),  # nothing is said of gates that aren't
     ("qwen3_5_moe", "gptq desc_act", ["in_proj_a", "in_proj_b", "model.layers.1.linear_attn"], r"in_proj_[ab]|1\.lin"),
+    ("deepseek_v32", "fp8 in blocks", ["indexer"], "indexer"),
 ]
 
 
@@ -338,6 +339,7 @@ MORE: list[tuple[str, str, str]] = [
     ("gemma4_small", "compressed-tensors int4", r"per_layer_(model_projection|projection|input_gate)\."),
     ("gemma4_moe", "fp8 in blocks", r"router\.proj|lm_head"),
     ("llama_linear_rope_bias", "compressed-tensors nvfp4", "lm_head"),
+    ("glm_moe_dsa", "fp8 in blocks", r"indexer\.w"),  # of which the weights of heads are
 ]
 
 
@@ -705,14 +707,18 @@ def test_experts_in_groups_are_dequantized_as_they_are_loaded(kind: str, name: s
 
 
 # Kinds whose matrices are fused, cut by heads, or turned as they are loaded; sizes that are no multiples of a block.
-BLOCK_KINDS = daily(("qwen3", "qwen3_moe", "phi3", "deepseek_v3", "qwen3_5", "qwen3_next", "glm4"), every=3)
+BLOCK_KINDS = daily(
+    ("qwen3", "qwen3_moe", "phi3", "deepseek_v3", "qwen3_5", "qwen3_next", "glm4", "glm_moe_dsa"), every=3
+)
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_outputs_that_are_said_to_share_scales_do(kind: str, tmp_path: Path) -> None:
     plain = make_checkpoint(kind, tmp_path / "plain")
     form: Any = {"quant_method": "fp8", "weight_block_size": [32, 48]}, partial(fp8_blocks, block=(32, 48))
-    folder = quantize_folder(plain, tmp_path / "stored", form, excepted=r"in_proj_(ba|a|b)\.")
+    folder = quantize_folder(
+        plain, tmp_path / "stored", form, excepted=r"in_proj_(ba|a|b)\.|weights_proj", also=r"indexer\.w(k|q_b)\."
+    )
     arch = ModelArch.from_folder(folder)
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))

@@ -12,7 +12,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, Mamba
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import MOST_SHARED, expert_shapes
@@ -92,9 +92,13 @@ def kernel_shapes(
         experts=_expert_shapes(arch, precision, num_devices),
         matrices=_matrix_shapes(arch, num_devices),
         states=_state_shapes(arch, num_devices),
-        latents=() if arch.latent is None else (LatentShape(arch.latent.unrotated, arch.latent.value),),
+        latents=() if arch.latent is None else (_latent_shape(arch.latent),),
         in_fixed_order=in_fixed_order,
     )
+
+
+def _latent_shape(latent: Latent) -> LatentShape:
+    return LatentShape(latent.unrotated, latent.value, has_index=latent.index is not None)
 
 
 def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:
@@ -196,4 +200,7 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     queries = [(query, hidden, "outputs")]
     if latent.q_rank is not None:
         queries = [(latent.q_rank, hidden, ""), (query, latent.q_rank, "outputs")]
+    index = latent.index
+    if index is not None:
+        queries += [(index.num_heads * index.size, latent.q_rank or 0, ""), (index.size, hidden, "")]
     return [*queries, (latent.kv_rank + latent.rotated, hidden, ""), (hidden, n * latent.value, "inputs")]

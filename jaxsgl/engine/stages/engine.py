@@ -55,6 +55,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts, Neighbours
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, Params, abstract_model, kv_cache_flag
+from jaxsgl.models.layer_spec import Latent
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.weights import KvScales, is_converted, load_kv_scales
 from jaxsgl.weights.sharding import bytes_on_each_device
@@ -96,6 +97,11 @@ def check_stages(config: EngineConfig, arch: ModelArch) -> None:
         raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
     if arch.recurrent_net is not None:
         raise ConfigError(f"--pp-size does not work with the {arch.recurrent_net.plural} of {arch.name}: {way_out}")
+    if any(isinstance(each.mixer, Latent) and each.mixer.index != each.mixer.own_index for each in arch.layers):
+        raise ConfigError(
+            f"--pp-size does not work for now with the layers of {arch.name}, which attend to the tokens that the "
+            f"index of an earlier layer chose: {way_out}"
+        )
     if arch.reading_layers or arch.embedding_size:
         raise ConfigError(
             f"--pp-size does not work for now with the layers of {arch.name}, which read keys of other layers or have "

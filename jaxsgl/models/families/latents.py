@@ -95,7 +95,42 @@ _MISTRAL4 = replace(
     ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads"}),
 )
 
+# With an index that chooses tokens. Their layer after the last one has one, too, and is left out.
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK,
+    index="halves",
+    next_layers_key=None,
+    required={"indexer_rope_interleave": False},
+    defaults={
+        **_DEEPSEEK.defaults,
+        "max_position_embeddings": 163_840,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+    },
+    ignored=_DEEPSEEK.ignored | {"layer_types", "num_nextn_predict_layers"},
+)
+_GLM_DSA = replace(
+    _DEEPSEEK_V32,
+    index="pairs",
+    required={"indexer_rope_interleave": True},
+    defaults={
+        **_DEEPSEEK_V32.defaults,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 202_752,
+        "rms_norm_eps": 1e-5,
+        "index_n_heads": 32,
+    },
+    ignored=_DEEPSEEK_V32.ignored | {"moe_router_dtype", "index_share_for_mtp_iteration"},
+)
+
 LATENTS: dict[str, Family] = {
+    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": _GLM_DSA,
     "Mistral4ForCausalLM": _MISTRAL4,
     "Mistral4ForConditionalGeneration": replace(
         _MISTRAL4, **{**IN_MISTRAL3, "ignored": IN_MISTRAL3["ignored"] | _MISTRAL4.ignored}
