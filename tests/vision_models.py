@@ -21,7 +21,7 @@ FIRST_SPECIAL = 250
 BREAK, LAST = 248, 249  # what ends the lines of an image, and its last one
 VIDEO_START, VIDEO_END = 245, 246  # around the frames of a video that the model sees as images
 PATCH_LEN = 3 * 2 * 4 * 4
-SQUARE: Grid = (1, 8, 8)  # the one grid of Gemma 3's images
+SQUARE: Grid = (1, 8, 8)  # the one grid of Gemma 3's images, and of InternVL's tiles
 # Grids of images that are seen whole, 4 to 16 tokens.
 WHOLE_GRIDS: dict[str, list[Grid]] = {"gemma3": [SQUARE], "gemma4": [(1, 12, 12), (1, 6, 9), (1, 3, 12)]}
 
@@ -115,6 +115,18 @@ OF_LAYERS: dict[str, Any] = {
     **AHEAD_IN_WINDOWS, "use_bidirectional_attention": None, "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2, "pad_token_id": 3,
 }  # fmt: skip
+# Of decoders whose images are cut into tiles.
+IN_TILES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+OF_TILES: dict[str, dict[str, Any]] = {
+    "internvl": {"model_type": "qwen2"},
+    "internvl_llama": {"model_type": "llama"},
+    "internvl_qwen3": {"model_type": "qwen3"},
+    "internvl_moe": {"model_type": "qwen3_moe", **MOE},
+    "internvl_gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+}  # fmt: skip
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
@@ -128,6 +140,10 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Glm4vMoeForConditionalGeneration,
         IN_PART | GLM_EXPERTS,
     ),
+    **{
+        kind: (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration, IN_TILES | of_kind)
+        for kind, of_kind in OF_TILES.items()
+    },
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
@@ -143,6 +159,7 @@ WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 WITH_LINES = ("mistral", "ministral3")
 OF_GEMMA4 = ("gemma4", "gemma4_small")
 OF_GLM = ("glm4v", "glm4v_moe")
+WITH_TILES = tuple(OF_TILES)
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -179,6 +196,14 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
         for kind in OF_GLM
     },
+    **{
+        kind: {
+            "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2,
+            "patch_size": [4, 4], "image_size": [32, 32], "attention_bias": kind != "internvl_moe",
+            "norm_type": "rms_norm" if kind == "internvl_moe" else "layer_norm", "use_qk_norm": kind == "internvl_moe",
+        }
+        for kind in WITH_TILES
+    },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
 MERGES = dict.fromkeys(OF_GEMMA4, 3)  # patches along the sides of a token, unless two
@@ -207,6 +232,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
         ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
     if kind in OF_GEMMA4:
         ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
+    if kind in WITH_TILES:
+        ids = {"image_token_id": IMAGE, "image_seq_length": 16, "tie_word_embeddings": kind == "internvl_llama"}
     if kind in OF_GLM:
         ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START}
         ids |= {"image_end_token_id": END, "video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END}
@@ -218,7 +245,7 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.1))
-            if "norm" in name and name.endswith("weight"):
+            if ("norm" in name and name.endswith("weight")) or "lambda" in name:
                 parameter.add_(1.0)
         for name, buffer in model.named_buffers():
             if name.endswith(("_min", "_max")):  # clips a part of all numbers
@@ -255,15 +282,30 @@ def request_in_lines(request_id: str, grids: Sequence[Grid], seed: int, **params
 def request_of_whole_images(
     request_id: str, num_images: int, seed: int, kind: str = "gemma3", token: int = IMAGE, **params: Any
 ) -> Request:
-    """Text with images of `WHOLE_GRIDS` between it, or frames of a video, which have another `token`."""
+    """Text with images of the model's grids between it, or frames of a video, which have another `token`."""
     rng = np.random.default_rng(seed)
     ids: list[int] = rng.integers(5, 240, rng.integers(1, 9)).tolist()
     items = []
-    of_kind = WHOLE_GRIDS["gemma4" if kind in OF_GEMMA4 else kind]
+    of_kind = WHOLE_GRIDS.get("gemma4" if kind in OF_GEMMA4 else kind, [SQUARE])
     grids = [of_kind[(seed + i) % len(of_kind)] for i in range(num_images)]
     for i, grid in enumerate(grids if token == IMAGE else grids[:1] * num_images):
         items.append(image(len(ids) + 1, grid, 100 * seed + i, frames=1, merge=MERGES.get(kind, 2)))
         ids += [START, *[token] * items[-1].length, END, *rng.integers(5, 240, rng.integers(1, 9)).tolist()]
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+    return Request(request_id, ids, sampling, media=tuple(items))
+
+
+def request_of_tiles(request_id: str, num_tiles: Sequence[int], seed: int, **params: Any) -> Request:
+    """Text with pictures between it that have so many tiles."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = rng.integers(5, 240, rng.integers(1, 9)).tolist()
+    items: list[MediaItem] = []
+    for count in num_tiles:
+        ids.append(START)
+        for _ in range(count):
+            items.append(image(len(ids), SQUARE, 100 * seed + len(items), frames=1))
+            ids += [IMAGE] * items[-1].length
+        ids += [END, *rng.integers(5, 240, rng.integers(1, 9)).tolist()]
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
     return Request(request_id, ids, sampling, media=tuple(items))
 
@@ -309,7 +351,7 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm4v"))
+    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm4v", "internvl"))
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)
@@ -317,7 +359,7 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
 
 
 def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
-    """What transformers' Mistral 3 and Gemma take of images: padded pixels, and also sizes, or places of patches."""
+    """What transformers' Mistral 3, Gemma and InternVL take of images: padded pixels, and sizes, or patches' places."""
     if model.config.model_type == "gemma4":
         return places_of(media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
@@ -354,7 +396,7 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
     ids = torch.tensor([[*request.prompt_ids, *answer]])
     types = types_of(ids)
     media: dict[str, Any] = {}
-    if model.config.model_type in ("mistral3", "gemma3", "gemma4"):
+    if model.config.model_type in ("mistral3", "gemma3", "gemma4", "internvl"):
         media = pictures(model, request.media) if request.media else {}
         if VIDEO in request.prompt_ids:
             media = {"pixel_values_videos": media["pixel_values"], "video_position_ids": media["image_position_ids"]}

@@ -431,7 +431,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     told = _read_architecture(whole)
     name, head = _family_of(told)
     if name in BY_DECODER:
-        name = BY_DECODER[name].get(_decoder_type(whole), name)
+        name = _by_decoder(whole, name)
     if name not in FAMILIES:
         raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
     family = FAMILIES[name]
@@ -545,10 +545,19 @@ def _refuse_unbuilt(config: ConfigFile, family: Family) -> None:
             )
 
 
-def _decoder_type(whole: ConfigFile) -> str:
-    """The `model_type` of the decoder in a larger model."""
-    decoder = whole.get("text_config")
-    return str(decoder.get("model_type")) if isinstance(decoder, dict) else ""
+def _by_decoder(whole: ConfigFile, name: str) -> str:
+    """The name in `FAMILIES` of a larger model, by its decoder's `model_type`; `name` where config.json doesn't say it.
+
+    Raises `CheckpointError`.
+    """
+    decoder, families = whole.get("text_config"), BY_DECODER[name]
+    found = decoder.get("model_type") if isinstance(decoder, dict) else None
+    if found is not None and found not in families:
+        raise CheckpointError(
+            f"{whole.path}: text_config.model_type is {found}, but decoders of {name} that are served are "
+            f"{', '.join(families)}"
+        )
+    return name if found is None else families[found]
 
 
 def _holds(config: ConfigFile, key: str | None) -> bool:

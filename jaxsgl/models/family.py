@@ -21,9 +21,10 @@ QkNorm: TypeAlias = Literal["head", "all", "centred head"]
 # reads, or the same stream by a norm of its own.
 Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; their mean,
-# normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; or a matrix to the
-# decoder's size with a bias, another one with a norm behind it, and an MLP with gates.
-Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled", "gated"]
+# normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; a matrix to the
+# decoder's size with a bias, another one with a norm behind it, and an MLP with gates; or a norm of the whole square
+# and an MLP of the decoder's size.
+Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled", "gated", "square"]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
 Positions: TypeAlias = Literal["none", "square", "cubic", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
@@ -94,10 +95,16 @@ class VisionFamily:
       takes_turns: pairs of the three positions take turns; else they stand in order.
       activations: that the tower's MLPs may have; the first one is that of config.json without the key.
       gated, root_norms, patch_bias, layer_bias, first_norm, last_norm, norm_eps, rope_alternates: see `VisionArch`.
-      sandwich, head_norms, attention_scale: see `VisionArch`.
+      sandwich, head_norms, attention_scale, class_token, layer_scales: see `VisionArch`.
+      norm_key: the key that says "rms_norm" if `root_norms` hold, or "layer_norm"; None: they hold as told here.
+      joint_norms_key: the key that says whether `joint_norms` of `VisionArch` hold; None: they don't.
+      qkv_bias_key: the key that says whether q, k and v have biases; None: they do if `layer_bias` holds.
       positions: see `VisionArch`.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
-      merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object.
+      merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object. Of "pooled" and
+        "square" all images have `image_size`.
+      required, required_beside: what keys of the tower's object, and those beside it, must say, where they are there,
+        since nothing else is built; a list of that one value will do, too.
       turns: see `VisionArch`.
       has_lines, ahead: see `VisionArch`.
       ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
@@ -124,6 +131,11 @@ class VisionFamily:
     norm_eps: float = 1e-6
     sandwich: bool = False
     head_norms: bool = False
+    class_token: bool = False
+    layer_scales: bool = False
+    norm_key: str | None = None
+    joint_norms_key: str | None = None
+    qkv_bias_key: str | None = None
     attention_scale: float | None = None
     rope_alternates: bool = False
     positions: Positions = "square"
@@ -137,6 +149,8 @@ class VisionFamily:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     own_pixels: bool = False
+    required: Mapping[str, bool | float | str] = field(default_factory=dict)
+    required_beside: Mapping[str, bool | float | str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     ffn_key: str | None = "intermediate_size"
     defaults: Mapping[str, Any] = field(

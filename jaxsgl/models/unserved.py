@@ -79,6 +79,13 @@ UNLIKE_IN_NAME: Mapping[str, str] = {
     "kimi": "DeepseekV3ForCausalLM",
     "phimoe": "Phi3ForCausalLM",
 }
+# What is served in transformers' form alone: architectures whose code is their folders' own, and where theirs is.
+IN_ANOTHER_FORM: Mapping[str, str] = {
+    "InternVLChatModel": (
+        "its code is its folder's own, but that of transformers is served, InternVLForConditionalGeneration: take the "
+        "folder of the same name that ends with -HF, as OpenGVLab/InternVL3_5-8B-HF"
+    )
+}
 
 
 def mechanisms_of(config: Mapping[str, Any]) -> list[str]:
@@ -125,6 +132,9 @@ def why_unserved(architecture: str | None, config: Mapping[str, Any], families: 
 
 def _parts(architecture: str, config: Mapping[str, Any], names: list[str]) -> Iterator[str]:
     yield f"architecture {architecture} is not supported"
+    if architecture in IN_ANOTHER_FORM:
+        yield IN_ANOTHER_FORM[architecture]
+        return
     needed = mechanisms_of(config)
     missing = [each for each in needed if each not in SERVED_BY_OTHERS]
     if missing:

@@ -19,7 +19,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import KIND_NAMES, Movie, is_movie
-from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
+from jaxsgl.preprocess.patches import Pixels, cut, frame_size, patches_of_frames, view_sizes
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import BICUBIC, PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
@@ -58,9 +58,9 @@ def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> 
     left = Left(bounds.max_request_patches, settings.merge_size)
     for number, file in enumerate(files):
         if isinstance(file, ImageFile):
-            part = _image(file, settings, bounds, left, f"image {number}")
-            left.take_patches(part.num_patches)
-            loaded.append(Visual((part,), is_video=False))
+            parts = _image(file, settings, bounds, left, f"image {number}")
+            left.take_patches(sum(part.num_patches for part in parts))
+            loaded.append(Visual(parts, is_video=False))
         else:
             loaded.append(Visual(_video(file, settings, bounds, left, f"video {number}"), is_video=True))
     return loaded
@@ -90,18 +90,23 @@ class Left:
             raise too_many_patches(self._most - self._patches, self._most, self._merge_size)
 
 
-def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Part:
-    def size_of(height: int, width: int) -> tuple[int, int]:
-        return image_size(height, width, settings, bounds.max_patches * settings.patch_size**2)
+def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
+    """The picture, or its tiles."""
+
+    def sizes_of(height: int, width: int) -> list[tuple[int, int]]:
+        return view_sizes(height, width, settings, bounds.max_patches * settings.patch_size**2)
 
     picture = _opened(file.content, bounds.max_pixels, name)
-    size = size_of(picture.height, picture.width)  # refuses what needn't be decoded
+    sizes = sizes_of(picture.height, picture.width)  # refuses what needn't be decoded
     left.take_pixels(picture.width * picture.height, name)
-    num_bytes = _still_bytes(picture, file.content, size)
+    num_bytes = _view_bytes(picture, file.content, sizes)
+    if settings.tiles is not None:  # if it is turned, its tiles may be others
+        num_bytes = max(num_bytes, _view_bytes(picture, file.content, sizes_of(picture.width, picture.height)))
     del picture
     with bounds.room.taken(num_bytes, name):
-        pixels = _scaled(file.content, bounds, size_of, name, settings.resample)
-        return _part([pixels], settings, settings.image)
+        views = _scaled(file.content, bounds, sizes_of, name, settings.resample)
+        tiles = [tile for view in views for tile in cut(view, settings.fixed_side)]
+        return tuple(_part([tile], settings, settings.image) for tile in tiles)
 
 
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
@@ -203,7 +208,8 @@ def _frames(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: 
         of_frame, content = f"frame {number} of {name}", contents[number]
         num_bytes = _still_bytes(_opened(content, bounds.max_pixels, of_frame), content, size)
         with bounds.room.taken(num_bytes, of_frame):
-            return _scaled(content, bounds, lambda height, width: size, of_frame)
+            (frame,) = _scaled(content, bounds, lambda height, width: [size], of_frame)
+            return frame
 
     width, height = sizes[0]
     return Clip([number / fps for number in range(len(contents))], fps, height, width, pixels_of)
@@ -243,12 +249,14 @@ def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
     """Returns which of a video's frames the model sees: `settings.video_fps` a second, spread evenly, as a rule."""
-    if settings.sampling != "even":
+    if settings.sampling in ("steps", "by length"):
         taken = (_in_steps if settings.sampling == "steps" else _by_length)(num_frames, fps, settings)
         taken = list(dict.fromkeys(taken))
         return taken + taken[-1:] * (-len(taken) % settings.temporal_patch_size)
     if settings.num_frames is not None:
         count = min(settings.num_frames, num_frames)
+        if settings.sampling == "middles":
+            return [int(np.float32((number + 0.5) * num_frames / count)) for number in range(count)]
         return [number * num_frames // count for number in range(count)]
     wanted = int(num_frames / fps * settings.video_fps)
     count = min(max(wanted, settings.min_frames), settings.max_frames, num_frames)
@@ -306,21 +314,25 @@ def _still_bytes(picture: Image.Image, content: Content, size: tuple[int, int]) 
     return pictures.still_bytes(picture, content, size) if isinstance(content, bytes) else 0
 
 
+def _view_bytes(picture: Image.Image, content: Content, sizes: list[tuple[int, int]]) -> int:
+    """Memory for a file's picture that is scaled to each of `sizes`, the largest one first."""
+    return _still_bytes(picture, content, sizes[0]) + sum(4 * height * width for height, width in sizes[1:])
+
+
 def _scaled(
     content: Content,
     bounds: Bounds,
-    size_of: Callable[[int, int], tuple[int, int]],
+    sizes_of: Callable[[int, int], list[tuple[int, int]]],
     name: str,
     resample: int = BICUBIC,
-) -> Pixels:
-    """Decodes and scales; `size_of` tells height and width to scale to from those of the upright picture."""
+) -> list[Pixels]:
+    """Decodes and scales; `sizes_of` tells heights and widths to scale to from those of the upright picture."""
     picture = _opened(content, bounds.max_pixels, name)
     turn = pictures.decode(picture, name)
     width, height = pictures.upright_size(picture, turn)
-    height, width = size_of(height, width)
-    made = pictures.scaled(picture, turn, width, height, resample)
+    made = [pictures.scaled(picture, turn, w, h, resample) for h, w in sizes_of(height, width)]
     del picture  # its memory
-    return np.asarray(made)
+    return [np.asarray(each) for each in made]
 
 
 def _part(

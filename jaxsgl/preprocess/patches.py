@@ -28,7 +28,10 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     limits = settings.image
     if settings.fixed_side is not None:
         _check_ratio(height, width)
-        return settings.fixed_side, settings.fixed_side
+        rows, columns = (
+            (1, 1) if settings.tiles is None else _tiling(height, width, settings.fixed_side, settings.tiles)
+        )
+        return rows * settings.fixed_side, columns * settings.fixed_side
     if settings.fills:
         return _filled(height, width, settings.unit, min(limits.max_pixels, max_pixels))
     if settings.longest_side is not None:
@@ -38,6 +41,27 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
         most = min(limits.max_pixels, max_pixels * depth)
         return _clip_size(depth, height, width, settings, limits.min_pixels, most)
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
+
+
+def view_sizes(height: int, width: int, settings: ProcessorSettings, max_pixels: int) -> list[tuple[int, int]]:
+    """Returns the heights and widths to which a picture is scaled, one after the other; see `image_size`.
+
+    There are two of a picture that is cut into several tiles: that of all of them, and that of one which shows it
+    whole.
+    """
+    size = image_size(height, width, settings, max_pixels)
+    side = settings.fixed_side
+    return [size] if side is None or size == (side, side) else [size, (side, side)]
+
+
+def cut(pixels: Pixels, side: int | None) -> list[Pixels]:
+    """Returns the squares of a picture `[h, w, 3]`, line by line, or the picture if `side` is None."""
+    if side is None:
+        return [pixels]
+    height, width, _ = pixels.shape
+    return [
+        pixels[top : top + side, left : left + side] for top in range(0, height, side) for left in range(0, width, side)
+    ]
 
 
 def frame_size(
@@ -50,6 +74,8 @@ def frame_size(
     """
     unit, limits, depth = settings.unit, settings.video, settings.temporal_patch_size
     most = limits.max_pixels
+    if settings.fixed_side is not None:
+        return settings.fixed_side, settings.fixed_side
     if settings.fills:
         return _filled(height, width, unit, min(most, max_pixels))
     if settings.by_frame:
@@ -74,6 +100,27 @@ def patches_of_frames(frames: Sequence[Pixels], patch_size: int, merge_size: int
     rows, columns = h // patch_size // merge_size, w // patch_size // merge_size
     x = x.reshape(t, rows, merge_size, patch_size, columns, merge_size, patch_size, channels)
     return x.transpose(1, 4, 2, 5, 7, 0, 3, 6).tobytes()
+
+
+def _tiling(height: int, width: int, side: int, tiles: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of squares of `side`, `tiles` of them, whose ratio is nearest to the picture's.
+
+    Of several the first one counts, with the fewest squares and columns, unless the picture has more than half of the
+    pixels of another one.
+    """
+    least, most = tiles
+    columns_and_rows = [
+        (columns, rows)
+        for columns in range(1, most + 1)
+        for rows in range(1, most // columns + 1)
+        if columns * rows >= least
+    ]
+    best, nearest = (1, 1), math.inf
+    for columns, rows in sorted(columns_and_rows, key=math.prod):
+        apart = abs(width / height - columns / rows)
+        if apart < nearest or (apart == nearest and 2 * width * height > side**2 * columns * rows):
+            best, nearest = (rows, columns), apart
+    return best
 
 
 def _size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:

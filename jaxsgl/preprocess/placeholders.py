@@ -21,7 +21,7 @@ EMPTY_LINE = "\n\n"
 
 @dataclass(frozen=True)
 class Part:
-    """A picture, or a temporal patch of a video.
+    """A picture, a tile of one, or a temporal patch of a video.
 
     Attributes:
       digest, grid, pixels, later: as in `MediaItem`.
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Visual:
-    """A picture, which has one part, or a video."""
+    """A picture, which has one part, or one for each tile, or a video."""
 
     parts: tuple[Part, ...]
     is_video: bool
@@ -86,12 +86,14 @@ def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> T
 
 
 def times_in_words(video: Visual, times: Times) -> list[tuple[str, str]]:
-    """Returns what stands before each temporal patch of a video, and what after it, one of which is its time."""
+    """Returns what stands before each temporal patch of a video, and what after it: its time, or its number."""
     seconds = [part.time_s or 0.0 for part in video.parts]
     if times == "whole seconds after":
         return [("", str(int(time_s))) for time_s in seconds]
     if times == "seconds after":
         return [("", f"{time_s:.1f} seconds") for time_s in seconds]
+    if times == "numbers":
+        return [("\n" * bool(index) + f"Frame{index + 1}: ", "") for index in range(len(seconds))]
     if times == "seconds":
         return [(f"<{time_s:.1f} seconds>", "") for time_s in seconds]
     return [(f"{' ' * bool(index)}{int(s // 60):02d}:{int(s % 60):02d} ", "") for index, s in enumerate(seconds)]

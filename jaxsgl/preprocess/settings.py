@@ -22,8 +22,8 @@ _BOTH_FILE = "processor_config.json"
 
 
 Written: TypeAlias = Literal["framed", "start", "image"]
-Times: TypeAlias = Literal["seconds", "minutes", "whole seconds after", "seconds after"]
-Sampling: TypeAlias = Literal["even", "steps", "by length"]
+Times: TypeAlias = Literal["seconds", "minutes", "whole seconds after", "seconds after", "numbers"]
+Sampling: TypeAlias = Literal["even", "steps", "by length", "middles"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class ProcessorSettings:
       patch_size, temporal_patch_size, merge_size: see `MediaLimits`.
       image, video: what is done to pixels.
       video_fps: frames a second that are taken of a video, `min_frames` to `max_frames` in all.
-      num_frames: frames that are taken of each video, if it has so many; None: `video_fps` a second.
+      num_frames: frames that are taken of each video, if it has so many: the first ones of as many equal parts, or
+        those in their "middles" (`sampling`); None: `video_fps` a second.
       sampling: how `video_fps` frames a second are found: spread evenly; or ("steps") those from which steps of equal
         time begin, of `max_duration_s` at most. "by length": other numbers hold for videos of other lengths.
       by_frame: videos are as Qwen2-VL takes them. Limits of pixels are those of a frame; frames are taken in whole
@@ -61,13 +62,16 @@ class ProcessorSettings:
       counts_frames: limits of pixels of a picture are those of all frames of its temporal patch.
       fills: pictures and frames are scaled until they have as many pixels as they may, sides rounded down.
       fixed_side: pixels of both sides of a picture, whatever its own are; None: they follow from its own.
+      tiles: the least and the most squares of `fixed_side` that a picture is cut into; one more shows it whole, if
+        they are several. None: it isn't cut.
       resample: how pictures are scaled, by Pillow's number.
       written: what clients write for a picture: its placeholder, within the tokens of `vision_start_token_id` and
         `vision_end_token_id` if the model has them ("framed"); the first of these alone, for which those and the
         placeholder between them are put, between empty lines ("start"); or the placeholder, for which the same is put
         without lines ("image").
       times: how the time of a temporal patch is told in words: as `<1.5 seconds>`, or as `00:01` between spaces; that
-        of its first frame after it, as `1`, or as `1.5 seconds`.
+        of its first frame after it, as `1`, or as `1.5 seconds`. Or ("numbers") no time, but `Frame1: ` before it, in
+        a line of its own.
       frame_token_id: what stands for frames of videos in prompts that the model sees; None: `video_token_id`.
       takes_pixels: gateways preprocess pictures as this model's processor does.
       line_ends: what ends the lines of a picture, and its last one; None: nothing does.
@@ -99,6 +103,7 @@ class ProcessorSettings:
     max_video_tokens: int = 128_000
     longest_side: int | None = None
     fixed_side: int | None = None
+    tiles: tuple[int, int] | None = None
     resample: int = BICUBIC
     counts_frames: bool = False
     fills: bool = False
@@ -168,6 +173,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
     if config.get("model_type") == "gemma4":
         return _of_gemma4(folder, config, vision, image, video)
+    if config.get("model_type") == "internvl":
+        return _of_internvl(folder, config, vision, image, video)
     if config.get("model_type") in ("glm4v", "glm4v_moe"):
         return _of_glm4v(folder, config, vision, image, video, both)
     sizes = {
@@ -215,8 +222,7 @@ def _of_mistral3(
     ids = _added_tokens(folder)
     try:
         longest = int(size.get("longest_edge") or vision.get("image_size") or 1540)
-        mean, std = (image.get(f"image_{of}") or clip for of, clip in zip(("mean", "std"), _CLIP, strict=True))
-        pixels = PixelSettings(1, longest**2, tuple(map(float, mean)), tuple(map(float, std)))
+        pixels = PixelSettings(1, longest**2, *_mean_and_std(image))
         line_end, last = (both.get(f"image_{of}_token", f"[IMG_{of.upper()}]") for of in ("break", "end"))
         return ProcessorSettings(
             patch_size=sizes["patch_size"],
@@ -302,6 +308,48 @@ def _of_gemma4(
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
+def _of_internvl(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], video: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures in tiles of one size, and frames like one tile, whose placeholders are those of pictures.
+
+    Sizes and normalization of frames are those of pictures, on which the model was trained: folders were published with
+    384 pixels for frames, which transformers' model can't take.
+    """
+    side, patch_size = (_side(vision.get(key, usual)) for key, usual in (("image_size", 448), ("patch_size", 14)))
+    tile = {"size": {"height": side, "width": side}, "do_center_crop": False}
+    _check_processor(folder / _IMAGE_FILE, image, tile)
+    ids = _added_tokens(folder)
+    try:
+        pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=2,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id", 151_667),
+            video_token_id=ids.get("<video>", -1),
+            vision_start_token_id=ids["<img>"],
+            vision_end_token_id=ids["</img>"],
+            num_frames=int(video.get("num_frames") or 8),  # as in what is published about the models
+            sampling="middles",
+            fixed_side=side,
+            tiles=(int(image.get("min_patches") or 1), int(image.get("max_patches") or 12)),
+            written="image",
+            times="numbers",
+            frame_token_id=config.get("image_token_id", 151_667),
+            takes_pixels=False,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _side(told: Any) -> Any:
+    """A number of pixels, which may be told for both sides."""
+    return told[0] if isinstance(told, list) and len(told) == 2 and told[0] == told[1] else told
+
+
 def _of_glm4v(
     folder: Path,
     config: dict[str, Any],
@@ -353,6 +401,12 @@ def _glm_class(folder: Path, told: list[str | None]) -> str:
             f"{folder} names the processor {name}, but of GLM's models only Glm4v's and Glm46V's are supported"
         )
     return name
+
+
+def _mean_and_std(values: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What `values` say, or CLIP's."""
+    mean, std = (values.get(f"image_{of}") or clip for of, clip in zip(("mean", "std"), _CLIP, strict=True))
+    return tuple(map(float, mean)), tuple(map(float, std))
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

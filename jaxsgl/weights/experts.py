@@ -135,7 +135,10 @@ NAMES: dict[str, ExpertNames] = {
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
     "ExaoneMoeForCausalLM": ExpertNames(choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames()),
-    "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
+    **dict.fromkeys(
+        ("GptOssForCausalLM", "InternVLGptOssForConditionalGeneration"),
+        ExpertNames(router="router.weight", interleaved=True, transposed=True),
+    ),
     **dict.fromkeys(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         ExpertNames(

@@ -370,6 +370,16 @@ def one_table(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), tensors[0].reshape(-1, tensors[0].shape[-1]))
 
 
+def first_row(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The first of the rows `[1, rows, M]`."""
+    yield Piece((), tensors[0][0, 0])
+
+
+def all_but_first(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The others."""
+    yield Piece((), tensors[0][0, 1:])
+
+
 def axial_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """q, k and v `[M, M]` of a tower one after the other; see `axial_norm`."""
     assert arch.vision is not None

@@ -110,12 +110,12 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     numbers of a latent that experts read; C are the classes of a classification head, T rows of learned positions.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
-    pixels, a patch, a head; rows of its table of positions, those of an axis, and axes. Those with L are of a latent:
-    what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values; of an index
-    its keys, its heads, and all their queries. Those with G
-    are of what recurs: of all heads q, k and v; taps; value heads, and twice as many; numbers of a value; all values;
-    three times q, k and v; q, k, v and their gates; all that Mamba-2 makes of its input. Those with P are of embeddings
-    of layers: numbers of one, rows, and numbers of all layers.
+    pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
+    of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values;
+    of an index its keys, its heads, and all their queries. Those with G are of what recurs: of all heads q, k and v;
+    taps; value heads, and twice as many; numbers of a value; all values; three times q, k and v; q, k, v and their
+    gates; all that Mamba-2 makes of its input. Those with P are of embeddings of layers: numbers of one, rows, and
+    numbers of all layers.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
@@ -144,6 +144,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "V3M": 3 * vision.hidden_size,
             "VF": vision.ffn_size,
             "VG": vision.table_len,
+            "V1": 1,
+            "V1G": 1 + vision.table_len,
             "VA": vision.table_side,
             "V2": 2,
             "VH": vision.head_dim,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.families.internvl import INTERNVL
 
 # Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
 _QWEN_TOWER = ("model.visual.",)
@@ -27,6 +28,7 @@ _BESIDE_TOWER = {
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
+    **dict.fromkeys(INTERNVL, _PROJECTED_TOWER),
     "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
     "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
 }

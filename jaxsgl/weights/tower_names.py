@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.families.internvl import INTERNVL
 from jaxsgl.weights import pieces
 from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
 
@@ -130,6 +131,27 @@ _GEMMA4: dict[str, _Of] = {
     "merger.fc1": _Of(("model.embed_vision.embedding_projection",), ("D", "VM")),
 }
 
+_LISTED = _TOWER + "encoder.layer.{}."
+_INTERNVL: dict[str, _Of] = {
+    "patches": _Of((_TOWER + "embeddings.patch_embeddings.projection",), ("VM", "VI", "VP", "VP"), pieces.flat_patches),
+    "positions": _Of((_TOWER + "embeddings.position_embeddings",), ("V1", "V1G", "VM"), pieces.all_but_first, ""),
+    "class_token": _Of((_TOWER + "embeddings.cls_token",), ("V1", "V1", "VM"), pieces.first_row, ""),
+    "class_place": _Of((_TOWER + "embeddings.position_embeddings",), ("V1", "V1G", "VM"), pieces.first_row, ""),
+    "qkv": _Of(tuple(f"{_LISTED}attention.{part}_proj" for part in "qkv"), ("VM", "VM"), pieces.in_rows),
+    "q_norm": _Of((_LISTED + "attention.q_norm",), ("VM",)),
+    "k_norm": _Of((_LISTED + "attention.k_norm",), ("VM",)),
+    "o": _Of((_LISTED + "attention.projection_layer",), ("VM", "VM")),
+    "fc1": _Of((_LISTED + "mlp.fc1",), ("VF", "VM")),
+    "fc2": _Of((_LISTED + "mlp.fc2",), ("VM", "VF")),
+    "norm1": _Of((_LISTED + "layernorm_before",), ("VM",)),
+    "norm2": _Of((_LISTED + "layernorm_after",), ("VM",)),
+    "attention_scales": _Of((_LISTED + "lambda_1",), ("VM",), ending=""),
+    "mlp_scales": _Of((_LISTED + "lambda_2",), ("VM",), ending=""),
+    "merger.norm": _Of((_PROJECTOR + "layer_norm",), ("VW",)),
+    "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VW")),
+    "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
+}
+
 # By architecture; others are as Qwen3-VL.
 _TOWERS = {
     "Gemma3ForConditionalGeneration": _GEMMA3,
@@ -139,6 +161,7 @@ _TOWERS = {
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},
+    **dict.fromkeys(INTERNVL, _INTERNVL),
 }
 
 

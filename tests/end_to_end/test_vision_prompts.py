@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -164,6 +167,42 @@ def write_words(folder: Path, names: dict[int, str]) -> None:
     words.add_special_tokens([*names.values()])
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+@pytest.mark.parametrize("kind", daily(["internvl_qwen3", "internvl", "internvl_llama", "internvl_moe"], every=4))
+def test_pictures_and_a_video_of_internvl_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """In a text and among ids; what stands for pictures and videos is written by transformers' own processor."""
+    model = make_model(tmp_path, kind)
+    write_words(
+        tmp_path,
+        {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", START: "<img>", END: "</img>", 90: "Frame1:", 91: "Frame2:"},
+    )
+    told = {"size": {"height": 32, "width": 32}, "max_patches": 4}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**told, "crop_to_patches": False}))
+    given = [picture(100, 42), picture(17, 24, seed=1), picture(40, 40, seed=2)]
+    frames = [picture(48, 24, seed=i) for i in range(2)]
+    cut = GotOcr2ImageProcessorPil(**told, crop_to_patches=True)(images=given, return_tensors="pt")
+    of_frames = GotOcr2ImageProcessorPil(**told)(images=frames, return_tensors="pt")["pixel_values"]
+    first, *others = torch.split(cut["pixel_values"], cut["num_patches"].tolist())
+    media = {"pixel_values": torch.cat([first, of_frames, *others])}
+    words = SimpleNamespace(
+        start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=16
+    )
+    pictures = [InternVLProcessor.replace_image_token(words, cut, number) for number in range(3)]
+    video = InternVLProcessor.replace_video_token(words, {"pixel_values_videos": [of_frames]}, 0)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompt = tokenizer.encode(f"11 {pictures[0]} 23 {video} 35 {pictures[1]} 47 {pictures[2]}").ids
+    assert cut["num_patches"].tolist() == [3, 3, 1] and prompt.count(IMAGE) == 16 * 9 and 91 in prompt
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    data = {"image": [file_of(each) for each in given], "video": [[file_of(frame) for frame in frames]]}
+    for form in (
+        {"prompt": "11 <IMG_CONTEXT> 23 <video> 35 <IMG_CONTEXT> 47 <IMG_CONTEXT>"},
+        {"prompt_token_ids": [11, IMAGE, 23, VIDEO, 35, IMAGE, 47, START, IMAGE, END]},
+    ):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, media, has_types=False)
+    llm.close()
 
 
 def test_pictures_of_mistral_3_give_transformers_tokens(tmp_path: Path) -> None:

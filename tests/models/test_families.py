@@ -144,6 +144,7 @@ def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path)
     ("name", "model_type", "kind"),
     [
         ("Mistral3ForConditionalGeneration", "mistral3", "mistral"),
+        ("InternVLForConditionalGeneration", "internvl", "qwen2"),
         ("Gemma3ForConditionalGeneration", "gemma3", "gemma3"),
         ("Gemma4ForConditionalGeneration", "gemma4", "gemma4"),
         ("Qwen3_5ForConditionalGeneration", "qwen3_5", "qwen3_5"),

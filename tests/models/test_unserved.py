@@ -11,7 +11,7 @@ import pytest
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families import FAMILIES
-from jaxsgl.models.unserved import UNLIKE_IN_NAME, nearest
+from jaxsgl.models.unserved import IN_ANOTHER_FORM, UNLIKE_IN_NAME, nearest
 
 pytestmark = pytest.mark.device
 
@@ -52,6 +52,15 @@ def test_the_error_names_the_mechanism_and_the_nearest_family(
         assert "nearest" not in message
     else:
         assert f"the nearest family is {family}" in message
+
+
+def test_a_model_whose_code_is_its_folders_own_is_served_in_transformers_form(tmp_path: Path) -> None:
+    told = {"architectures": ["InternVLChatModel"], "llm_config": {"model_type": "qwen2"}, "vision_config": {"a": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match=r"ChatModel is not supported; .* same name that ends with -HF"):
+        ModelArch.from_folder(tmp_path)
+    for text in IN_ANOTHER_FORM.values():
+        assert any(name in text for name in FAMILIES)
 
 
 def test_a_model_that_differs_by_nothing_known_gets_the_list() -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.rope import axis_of_pairs
+from tests.checkpoints import configuration
 from tests.vision_models import IDS, TEXT, VISION
 
 # As on the hub, where transformers 4 wrote it.
@@ -390,3 +391,123 @@ def test_a_published_config_of_mistral_3_gives_a_tower_and_lines(tmp_path: Path)
 def test_another_projector_is_refused_by_name(key: str, value: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         read_values(tmp_path, {**MISTRAL3, key: value})
+
+
+# A folder of InternVL3 with the tower of 6 billion, as its authors' tool makes it.
+INTERNVL: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "downsample_ratio": 0.5,
+    "image_seq_length": 256,
+    "image_token_id": 151667,
+    "model_type": "internvl",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 27648,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 70,
+        "model_type": "qwen2",
+        "num_attention_heads": 40,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151674,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "architectures": ["InternVisionModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dropout": 0.0,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": 3200,
+        "image_size": [448, 448],
+        "initializer_factor": 0.1,
+        "initializer_range": 1e-10,
+        "intermediate_size": 12800,
+        "layer_norm_eps": 1e-06,
+        "layer_scale_init_value": 0.1,
+        "model_type": "internvl_vision",
+        "norm_type": "rms_norm",
+        "num_attention_heads": 25,
+        "num_channels": 3,
+        "num_hidden_layers": 45,
+        "patch_size": [14, 14],
+        "projection_dropout": 0.0,
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+        "use_qk_norm": True,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
+
+
+def test_a_published_config_of_internvl_gives_a_tower_of_tiles(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.485, 0.456, 0.406]}))
+    arch = read_values(tmp_path, INTERNVL)
+    tower = arch.vision
+    assert tower is not None and not arch.has_axes and not tower.sees_ahead and tower.class_token
+    assert (tower.num_layers, tower.hidden_size, tower.head_dim, tower.ffn_size) == (45, 3200, 128, 12800)
+    assert (tower.image_side, tower.image_tokens, tower.table_len, tower.merged_size) == (32, 256, 1024, 12800)
+    assert tower.root_norms and tower.joint_norms and tower.layer_bias and not tower.qkv_bias
+    assert (tower.image_token_id, tower.video_token_id, tower.mean[0]) == (151_667, -1, 0.485)
+    assert arch.attention_bias and arch.tie_embeddings, "as transformers ties it, unless the tensors differ"
+    small = {
+        "attention_bias": True, "norm_type": "layer_norm", "use_qk_norm": False, "image_size": 448, "patch_size": 14,
+    }  # fmt: skip
+    told = {**INTERNVL, "vision_config": INTERNVL["vision_config"] | small, "vision_feature_layer": [-1]}
+    found = read_values(tmp_path, told)
+    assert found.vision == replace(tower, root_norms=False, joint_norms=False, qkv_bias=True)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama_untied_llama3_rope", "qwen3", "qwen3_moe"])
+def test_the_decoder_of_internvl_is_that_of_its_own_family(kind: str, tmp_path: Path) -> None:
+    text = configuration(kind) | {"torch_dtype": "bfloat16"}
+    alone = read_values(tmp_path, text)
+    beside = read_values(tmp_path, {**INTERNVL, "text_config": text, "tie_word_embeddings": alone.tie_embeddings})
+    assert beside.vision is not None
+    assert replace(beside, name=alone.name, vision=None) == alone
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("text_config", "model_type", "mistral", "text_config.model_type is mistral, but decoders of .* are qwen2, "),
+        ("vision_config", "norm_type", "group_norm", "norm_type is group_norm, but must be layer_norm or rms_norm"),
+        ("vision_config", "use_mean_pooling", False, "vision_config.use_mean_pooling is False, but must be True"),
+        ("vision_config", "use_mask_token", True, "vision_config.use_mask_token is True, but must be False"),
+        ("vision_config", "hidden_act", "silu", "hidden_act is silu, but must be gelu"),
+        ("vision_config", "image_size", [448, 224], "image_size is .448, 224., but must be an integer"),
+        ("vision_config", "image_size", 434, "images of 31 x 31 patches, but needs a multiple of 2"),
+        ("", "downsample_ratio", 0.25, "downsample_ratio is 0.25, but must be 0.5"),
+        ("", "vision_feature_layer", -2, "vision_feature_layer is -2, but must be -1"),
+        ("", "vision_feature_select_strategy", "full", "vision_feature_select_strategy is full, but must be default"),
+    ],
+)
+def test_what_internvl_may_not_have_is_refused_by_name(
+    section: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    values = copy.deepcopy(INTERNVL)
+    (values[section] if section else values)[key] = value
+    with pytest.raises(CheckpointError, match=words):
+        read_values(tmp_path, values)
+
+
+def test_what_a_config_of_internvl_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+    text = {**INTERNVL["text_config"], "rope_scaling": None}
+    told = {"architectures": INTERNVL["architectures"], "model_type": "internvl", "text_config": text}
+    told["vision_config"] = {"model_type": "internvl_vision"}
+    found = read_values(tmp_path, told)
+    whole = {**AutoConfig.from_pretrained(tmp_path).to_dict(), "architectures": told["architectures"]}
+    assert "image_size" in whole["vision_config"] and read_values(tmp_path, whole) == found

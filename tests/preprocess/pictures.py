@@ -42,6 +42,13 @@ STEPPED = ProcessorSettings(
     151_340, sampling="steps", counts_frames=True, times="whole seconds after", frame_token_id=151_343,
     takes_pixels=False,
 )  # fmt: skip
+# Of InternVL3, as published.
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TILED = ProcessorSettings(
+    14, 1, 2, PixelSettings(448**2, 448**2, *IMAGENET), PixelSettings(448**2, 448**2, *IMAGENET), 151_667, 151_674,
+    151_665, 151_666, num_frames=8, sampling="middles", fixed_side=448, tiles=(1, 12), written="image",
+    times="numbers", frame_token_id=151_667, takes_pixels=False,
+)  # fmt: skip
 SMALL = ProcessorSettings(
     4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
     7, 8, 5, 6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,18 +15,34 @@ from PIL import Image, ImageOps
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+    GotOcr2ImageProcessorPil,
+    get_optimal_tiled_canvas,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
+from jaxsgl.preprocess.patches import view_sizes
 from jaxsgl.preprocess.pictures import open_picture
 from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
 from tests.grids import daily
-from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, SQUARE, STEPPED, file_of, picture
+from tests.preprocess.pictures import (
+    FILLED,
+    IN_LINES,
+    OLDER,
+    SETTINGS,
+    SMALL,
+    SQUARE,
+    STEPPED,
+    TILED,
+    file_of,
+    picture,
+)
 
 pytestmark = pytest.mark.device  # imports torch, by transformers
 
@@ -155,6 +172,44 @@ def test_frames_of_gemma_4_are_those_of_transformers(count: int) -> None:
     metadata = VideoMetadata(total_num_frames=count, fps=25.0)
     expected = default_sample_indices_fn(metadata, num_frames=min(count, 32))
     assert sampled_frames(count, 25.0, FILLED) == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "count"),
+    [(1, 1, 1), (448, 448, 1), (300, 217, 12 + 1), (2000, 200, 10 + 1), (60, 121, 2 + 1), (100, 51, 2 + 1)],
+)
+def test_tiles_of_internvl_are_its_processors(width: int, height: int, count: int) -> None:
+    """Those of the picture line by line, and the whole picture after several."""
+    given, pixels = picture(width, height), TILED.image
+    processor = GotOcr2ImageProcessorPil(
+        size={"height": 448, "width": 448}, image_mean=pixels.mean, image_std=pixels.std, crop_to_patches=True
+    )
+    expected = processor(images=[given], return_tensors="np")["pixel_values"]
+    (visual,) = load([ImageFile(file_of(given))], TILED, BOUNDS)
+    assert len(visual.parts) == len(expected) == count and not visual.has_words
+    for part, tile in zip(visual.parts, expected, strict=True):
+        assert part.grid == (1, 32, 32)
+        squares = tile.reshape(3, 16, 2, 14, 16, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
+        np.testing.assert_array_equal(normalized(part, TILED), squares.reshape(part.num_patches, -1))
+
+
+def test_tilings_of_internvl_are_its_processors() -> None:
+    rng = np.random.default_rng(0)
+    for tiles in ((1, 12), (2, 6), (1, 1)):
+        settings = replace(TILED, tiles=tiles)
+        for height, width in [(448, 448), (633, 633), (634, 634), *rng.integers(20, 3000, (400, 2)).tolist()]:
+            columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), *tiles)
+            sizes = view_sizes(height, width, settings, 1 << 30)
+            assert sizes == [(448 * rows, 448 * columns), (448, 448)][: 1 + (rows * columns > 1)]
+
+
+def test_a_turned_picture_has_the_tiles_of_the_upright_one() -> None:
+    given, exif = picture(80, 31), Image.Exif()
+    exif[ORIENTATION] = 6
+    file = file_of(given, "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+    (turned,), (expected,) = (load([ImageFile(each)], TILED, BOUNDS) for each in (file, file_of(upright)))
+    assert turned == expected and len(turned.parts) > 1
 
 
 def test_a_picture_of_mistral_3_that_is_too_large_for_the_tower_is_scaled_down() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.preprocess.settings import load_settings
-from tests.preprocess.pictures import CLIP, FILLED, IN_LINES, OLDER, SETTINGS, SQUARE, STEPPED
+from jaxsgl.preprocess.settings import PixelSettings, load_settings
+from tests.preprocess.pictures import CLIP, FILLED, IMAGENET, IN_LINES, OLDER, SETTINGS, SQUARE, STEPPED, TILED
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -106,6 +106,58 @@ def test_a_file_for_videos_counts_for_qwen2_5_vl(tmp_path: Path) -> None:
     settings = load_settings(tmp_path)
     assert settings is not None
     assert (settings.video.min_pixels, settings.caps_frames, settings.max_frames) == (4000, False, 6)
+
+
+# InternVL3, as published; transformers 4 names the tokens in the tokenizer's configuration.
+INTERNVL = {
+    "model_type": "internvl", "image_token_id": 151667, "downsample_ratio": 0.5,
+    "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]},
+}  # fmt: skip
+INTERNVL_IMAGE = {
+    "size": {"height": 448, "width": 448}, "crop_to_patches": False, "min_patches": 1, "max_patches": 12,
+    "do_convert_rgb": True, "do_center_crop": None, "resample": 3, "rescale_factor": 0.00392156862745098,
+    "image_mean": list(IMAGENET[0]), "image_std": list(IMAGENET[1]), "image_processor_type": "GotOcr2ImageProcessor",
+}  # fmt: skip
+INTERNVL_TOKENS = {
+    "added_tokens_decoder": {
+        str(number): {"content": text}
+        for number, text in ((151665, "<img>"), (151666, "</img>"), (151667, "<IMG_CONTEXT>"), (151674, "<video>"))
+    }
+}
+
+
+def test_the_files_of_internvl_are_understood(tmp_path: Path) -> None:
+    write(tmp_path, config=INTERNVL, preprocessor_config=INTERNVL_IMAGE, tokenizer_config=INTERNVL_TOKENS)
+    assert load_settings(tmp_path) == TILED
+    image = {**INTERNVL_IMAGE, "max_patches": 6, "image_mean": None, "image_std": None}
+    write(tmp_path, config=INTERNVL, preprocessor_config=image, video_preprocessor_config={"num_frames": 16})
+    pixels = PixelSettings(448**2, 448**2, *CLIP)
+    assert load_settings(tmp_path) == replace(TILED, tiles=(1, 6), num_frames=16, image=pixels, video=pixels)
+
+
+def test_frames_of_internvl_are_as_its_pictures_whatever_a_file_of_their_own_says(tmp_path: Path) -> None:
+    """As published with InternVL3.5: the defaults of transformers' class, on which its model fails."""
+    video = {"size": {"height": 384, "width": 384}, "image_mean": list(CLIP[0]), "image_std": list(CLIP[1])}
+    files = {"video_preprocessor_config": video | {"do_sample_frames": False, "initial_shift": True}}
+    write(tmp_path, config=INTERNVL, preprocessor_config=INTERNVL_IMAGE, tokenizer_config=INTERNVL_TOKENS, **files)
+    assert load_settings(tmp_path) == TILED
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"size": {"height": 384, "width": 384}}, "size is .*384.*, but only .*448"),
+        ({"do_center_crop": True}, "do_center_crop is True, but only False"),
+        ({"max_patches": "x"}, "can't be understood"),
+    ],
+)
+def test_what_a_processor_of_internvl_may_not_do_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    image = INTERNVL_IMAGE | changed
+    write(tmp_path, config=INTERNVL, preprocessor_config=image, tokenizer_config=INTERNVL_TOKENS)
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(tmp_path)
 
 
 GLM4V = {

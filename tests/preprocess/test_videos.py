@@ -22,8 +22,20 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.patches import frame_size
+from jaxsgl.preprocess.placeholders import times_in_words
 from jaxsgl.preprocess.sources import VideoFile
-from tests.preprocess.pictures import FILLED, IN_LINES, OLDER, SETTINGS, SMALL, STEPPED, animation, file_of, picture
+from tests.preprocess.pictures import (
+    FILLED,
+    IN_LINES,
+    OLDER,
+    SETTINGS,
+    SMALL,
+    STEPPED,
+    TILED,
+    animation,
+    file_of,
+    picture,
+)
 
 pytestmark = pytest.mark.device  # imports torch
 
@@ -48,15 +60,15 @@ def test_frames_are_sampled_as_the_video_processor_does(total: int, fps: float) 
     assert sampled_frames(total, fps, SETTINGS) == processor.sample_frames(metadata).tolist()
 
 
-def glm46v_processor() -> Any:
-    """transformers' class, whose module asks for torchvision, of which sampling needs nothing."""
-    modules = {
-        name: ModuleType(name) for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
-    }
-    modules["torchvision.transforms.v2"].functional = None  # type: ignore[attr-defined]
+def processor_of(model: str, name: str) -> Any:
+    """transformers' class, whose module asks for torchvision, of which sampling needs nothing; not initialized."""
+    names = ("torchvision", *(f"torchvision.transforms{part}" for part in ("", ".v2", ".v2.functional")))
+    modules = {name: ModuleType(name) for name in names}
+    modules["torchvision.transforms.v2"].functional = modules[names[-1]]  # type: ignore[attr-defined]
     with patch.dict(sys.modules, modules):
-        of_glm: Any = importlib.import_module("transformers.models.glm46v.video_processing_glm46v")
-    return of_glm.Glm46VVideoProcessor
+        module = importlib.import_module(f"transformers.models.{model}.video_processing_{model}")
+    of_class = getattr(module, name)
+    return of_class.__new__(of_class)
 
 
 def clips() -> list[tuple[int, float]]:
@@ -80,7 +92,7 @@ def test_frames_of_glm_4v_are_those_of_its_video_processor(asked_fps: float | No
 
 def test_frames_of_glm_46v_follow_from_a_videos_length_as_in_transformers() -> None:
     """But where it would take none: of a sixth of a second or less the first one is taken."""
-    processor = (of_class := glm46v_processor()).__new__(of_class)
+    processor = processor_of("glm46v", "Glm46VVideoProcessor")
     processor.temporal_patch_size = 2
     settings, lengths = replace(STEPPED, sampling="by length"), set()
     for total, fps in clips():
@@ -91,6 +103,23 @@ def test_frames_of_glm_46v_follow_from_a_videos_length_as_in_transformers() -> N
     assert {0, 640} < lengths
     with pytest.raises(InvalidRequest, match="video 0 is a file with fps 2, but the model takes as many frames"):
         load([VideoFile(animation([picture(40, 24, seed=i) for i in range(3)], 200), 2.0)], settings, BOUNDS)
+
+
+def test_frames_of_internvl_are_those_of_its_video_processor() -> None:
+    """Those in the middle of 8 equal parts; of a shorter video, which it refuses, all."""
+    processor = processor_of("internvl", "InternVLVideoProcessor")
+    processor.initial_shift = True
+    for total, fps in clips():
+        metadata = SimpleNamespace(total_num_frames=total, fps=fps)
+        expected = processor.sample_frames(metadata, num_frames=8).tolist() if total >= 8 else [*range(total)]
+        assert sampled_frames(total, fps, TILED) == expected, (total, fps)
+
+
+def test_frames_of_internvl_are_single_tiles_by_their_numbers() -> None:
+    (video,) = load([VideoFile(tuple(file_of(picture(60, 20, seed=i)) for i in range(3)))], TILED, BOUNDS)
+    assert [part.grid for part in video.parts] == [(1, 32, 32)] * 3 and video.has_words
+    words = [before for before, after in times_in_words(video, "numbers")]
+    assert words == ["Frame1: ", "\nFrame2: ", "\nFrame3: "]
 
 
 def test_frames_of_glm_4v_have_the_sizes_of_its_video_processor() -> None:

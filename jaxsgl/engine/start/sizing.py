@@ -230,9 +230,9 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     )  # fmt: skip
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
     square = vision.merge_size**2
-    max_patches -= max_patches % square
-    if max_patches < (needed := vision.image_side**2):
+    if max_patches < (needed := vision.image_patches):
         raise ConfigError(f"--mm-max-patches is {max_patches}, but each image has {needed}: raise it to that")
+    max_patches -= max_patches % (needed or square)  # calls hold whole images, where these have one size
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     if num_rows < shape.tokens_of(max_patches):
         raise ConfigError(
@@ -256,7 +256,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
         encodes=vision.has_tower,
-        call_patches=max(MIN_CALL_PATCHES, needed) if needed else smallest_call(largest, square),
+        call_patches=-(-MIN_CALL_PATCHES // needed) * needed if needed else smallest_call(largest, square),
         max_image_tokens=vision.image_tokens or None,
         sliced_from=min(SLICED_PATCHES, largest or SLICED_PATCHES) if is_sliced else None,
     )

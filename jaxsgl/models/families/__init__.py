@@ -8,17 +8,20 @@ docs/models.md says how to add one.
 from __future__ import annotations
 
 from jaxsgl.models.families.dense import DENSE
+from jaxsgl.models.families.internvl import INTERNVL, INTERNVL_BY_DECODER
 from jaxsgl.models.families.latents import LATENTS
 from jaxsgl.models.families.layer_norms import LAYER_NORMS
 from jaxsgl.models.families.mixtures import MIXTURES
 from jaxsgl.models.families.recurrent import RECURRENT
 from jaxsgl.models.family import Family
 
-FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **RECURRENT}
+FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **RECURRENT, **INTERNVL}
 # Where one architecture has different decoders: the name in `FAMILIES` by the decoder's `model_type`.
-BY_DECODER = {
+BY_DECODER: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {
+        "mistral": "Mistral3ForConditionalGeneration",
         "ministral3": "Ministral3ForConditionalGeneration",
         "mistral4": "Mistral4ForConditionalGeneration",
-    }
+    },
+    "InternVLForConditionalGeneration": INTERNVL_BY_DECODER,
 }

@@ -303,6 +303,7 @@ IN_MISTRAL3: dict[str, Any] = {
         frames=1,
         mean=_CLIP_MEAN,
         std=_CLIP_STD,
+        required_beside={"projector_hidden_act": "gelu", "vision_feature_layer": -1},
         keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
         defaults={"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
     ),

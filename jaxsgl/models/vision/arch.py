@@ -7,6 +7,7 @@ and the engine use it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from jaxsgl.requests.media import CHANNELS
 ROPE_THETA = 10000.0
 FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json lists none
 SOFT_TOKENS = 280  # of a picture at most, where the folder's processor doesn't say it
-GATED_MERGER_EPS = 1e-5  # of its norm, for which config.json has no key
+MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to 4.6V, Mistral 3 (Pixtral's), or Gemma 3 (SigLIP) and 4.
+    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to 4.6V, Mistral 3 (Pixtral's), Gemma 3 (SigLIP) and 4, or
+    InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -45,6 +47,10 @@ class VisionArch:
       first_norm, last_norm: patches pass a norm before the first layer, or after the last one.
       sandwich: what attention and the MLP make passes a norm before it is added.
       head_norms: each head's queries and keys pass norms before they turn, and its values one without scales.
+      joint_norms: queries of all heads pass one norm together, and keys another one.
+      qkv_bias: queries, keys and values have biases, if those of layers are there.
+      class_token: each image has one more patch in all layers, which is the same for all images, and becomes no token.
+      layer_scales: what attention and the MLP make is scaled, number by number, before it is added.
       attention_scale: on q . k; None: 1 / sqrt(H).
       clips: inputs and outputs of each matrix of a layer are clipped to bounds of its own.
       norm_eps, merger_eps: epsilons of the layers' norms, and of the merger's.
@@ -52,8 +58,9 @@ class VisionArch:
         even ones.
       turns: patches have places, which turn queries and keys; else they have learned positions alone.
       merger: what makes tokens of squares of patches: an MLP; one after a product; a product with their mean, which
-        passes a norm before or ("scaled") is scaled by sqrt(M) and passes a norm without scales; or ("gated") an MLP
-        with gates after two products, of which the first has a bias, and the second a norm and GELU after it.
+        passes a norm before or ("scaled") is scaled by sqrt(M) and passes a norm without scales; ("gated") an MLP
+        with gates after two products, of which the first has a bias, and the second a norm and GELU after it; or
+        ("square") a norm of all numbers of the square, and an MLP whose width is D.
       merger_ffn_size: F of that MLP; 0: it follows from other sizes.
       standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
@@ -94,6 +101,10 @@ class VisionArch:
     last_norm: bool = False
     sandwich: bool = False
     head_norms: bool = False
+    joint_norms: bool = False
+    qkv_bias: bool = True
+    class_token: bool = False
+    layer_scales: bool = False
     attention_scale: float | None = None
     clips: bool = False
     norm_eps: float = 1e-6
@@ -136,6 +147,11 @@ class VisionArch:
         return 2 * self.table_side if self.positions == "axes" else self.table_side**2
 
     @property
+    def image_patches(self) -> int:
+        """Patches of each image; 0: they differ."""
+        return self.image_side**2
+
+    @property
     def sees_ahead(self) -> bool:
         """Whether tokens of an image see up to its end in some layer of the decoder, so that it is extended whole."""
         return self.ahead != "nowhere"
@@ -159,13 +175,15 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     if config is None:
         return None
     config.defaults = family.defaults
+    _check_required(config, "vision_config.", family.required)
+    _check_required(whole, "", family.required_beside)
 
     def count(key: str, default: int | None = None) -> int:
         return config.count(family.keys.get(key, key), default)
 
     depth, width = count("depth"), count("hidden_size")
-    patch_size = count("patch_size")
-    image_side = count("image_size") // patch_size if family.merger == "pooled" else 0
+    patch_size = _read_side(config, "patch_size")
+    image_side = _read_side(config, "image_size") // patch_size if family.merger in ("pooled", "square") else 0
     if family.merger == "pooled":
         merge_size = _read_pooled(whole, image_side)
     else:
@@ -189,18 +207,22 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         video_token_id=-1 if family.video_token_id is None else whole.count("video_token_id", family.video_token_id),
         activation=_read_activation(config, family),
         gated=family.gated,
-        root_norms=family.root_norms,
+        root_norms=_read_root_norms(config, family),
         patch_bias=family.patch_bias,
         layer_bias=family.layer_bias,
-        merger_bias=_read_projector(whole) if family.merger == "projected" else family.merger == "mlp",
+        merger_bias=_has_merger_bias(whole, family),
         first_norm=family.first_norm,
         last_norm=family.last_norm,
         sandwich=family.sandwich,
         head_norms=family.head_norms,
+        joint_norms=family.joint_norms_key is not None and bool(config.get(family.joint_norms_key, False)),
+        qkv_bias=family.qkv_bias_key is None or bool(config.get(family.qkv_bias_key, False)),
+        class_token=family.class_token,
+        layer_scales=family.layer_scales,
         attention_scale=family.attention_scale,
         clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
         norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
-        merger_eps={"projected": rms_norm_eps, "gated": GATED_MERGER_EPS}.get(family.merger, norm_eps),
+        merger_eps={"projected": rms_norm_eps, "gated": MERGER_EPS, "square": MERGER_EPS}.get(family.merger, norm_eps),
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
@@ -253,12 +275,34 @@ def _read_pooled(whole: ConfigFile, image_side: int) -> int:
     return image_side // side
 
 
-def _read_projector(whole: ConfigFile) -> bool:
+def _has_merger_bias(whole: ConfigFile, family: VisionFamily) -> bool:
     """Whether what brings the tower's output to the decoder's size has biases."""
-    for key, needed in (("projector_hidden_act", "gelu"), ("vision_feature_layer", -1)):
-        if whole.get(key, needed) not in (needed, [needed]):
-            raise CheckpointError(f"{whole.path}: {key} is {whole.get(key)}, but must be {needed}")
-    return bool(whole.get("multimodal_projector_bias", False))
+    if family.merger == "projected":
+        return bool(whole.get("multimodal_projector_bias", False))
+    return family.merger in ("mlp", "square")
+
+
+def _check_required(config: ConfigFile, within: str, required: Mapping[str, bool | float | str]) -> None:
+    for key, needed in required.items():
+        if config.get(key, needed) not in (needed, [needed]):
+            raise CheckpointError(f"{config.path}: {within}{key} is {config.get(key)}, but must be {needed}")
+
+
+def _read_side(config: ConfigFile, key: str) -> int:
+    """A number of pixels, which may be told for both sides."""
+    sides = config.get(key)
+    return sides[0] if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1] else config.count(key)
+
+
+def _read_root_norms(config: ConfigFile, family: VisionFamily) -> bool:
+    if family.norm_key is None:
+        return family.root_norms
+    told = config.get(family.norm_key, "layer_norm")
+    if told not in ("layer_norm", "rms_norm"):
+        raise CheckpointError(
+            f"{config.path}: vision_config.{family.norm_key} is {told}, but must be layer_norm or rms_norm"
+        )
+    return bool(told == "rms_norm")
 
 
 def _read_activation(config: ConfigFile, family: VisionFamily) -> str:
@@ -348,6 +392,11 @@ def _check(arch: VisionArch, config: ConfigFile, out_key: str, hidden_size: int)
     if arch.channels != CHANNELS:
         raise CheckpointError(
             f"{config.path}: vision_config.in_channels is {arch.channels}, but images have {CHANNELS}"
+        )
+    if arch.image_side % arch.merge_size:
+        raise CheckpointError(
+            f"{config.path}: vision_config has images of {arch.image_side} x {arch.image_side} patches, but needs a "
+            f"multiple of {arch.merge_size}"
         )
     if arch.merger == "scaled":
         of_heads = {"head_dim": arch.head_dim, "num_key_value_heads": arch.num_heads, "attention_bias": False}

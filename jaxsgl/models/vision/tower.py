@@ -1,13 +1,15 @@
-"""The vision towers of Qwen's, GLM's, Mistral's and Gemma's models: patches of images in, a row for each token out.
+"""Vision towers (Qwen's, GLM's, Mistral's, Gemma's, InternVL's): patches of images in, a row for each token out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
 image, or within a window of it, and takes queries in blocks, so that scores of all pairs never stand in memory at once.
-The patches of a window follow each other, so that a block of queries looks at few keys around it. The host says where
-each patch lies (`batch/patches.py`). The parameters of all layers are stacked, so that a program has one body for them.
-Knows no requests and no pool of embeddings; `engine/encoding.py` runs it.
+The patches of a window follow each other, so that a block of queries looks at few keys around it. Images of one size
+are attended to one by one; a class token may come before the patches of each. The host says where each patch lies
+(`batch/patches.py`). The parameters of all layers are stacked, so that a program has one body for them. Knows no
+requests and no pool of embeddings; `engine/encoding.py` runs it.
 
 Source: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (windows, arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631) technical
-reports; deepstack is arXiv 2406.04334. Pixtral 12B (arXiv 2410.07073). GLM-4.1V (arXiv 2507.01006).
+reports; deepstack is arXiv 2406.04334. Pixtral 12B (arXiv 2410.07073). GLM-4.1V (arXiv 2507.01006). InternVL (arXiv
+2312.14238).
 """
 
 from __future__ import annotations
@@ -81,13 +83,15 @@ class Merger(Matrices):
             self._declare_gated(arch, dtype, stack)
             return
         if arch.merger != "scaled":
-            _norm(self, "norm", (*stack, self._normalized), dtype, arch.root_norms or arch.merger == "pooled")
+            is_root = arch.merger == "pooled" or (arch.root_norms and arch.merger != "square")
+            _norm(self, "norm", (*stack, self._normalized), dtype, is_root)
         if arch.standardizes:
-            for name, mean in (("shift", 0.0), ("factor", 1.0)):
-                setattr(self, name, nnx.Param(jnp.zeros(arch.hidden_size, dtype), axes=(None,), mean=mean, std=0.0))
+            _vector(self, "shift", (arch.hidden_size,), dtype, mean=0.0)
+            _vector(self, "factor", (arch.hidden_size,), dtype, mean=1.0)
         if arch.merger == "projected":
             _linear(self, "merge", (*stack, arch.hidden_size, wide), dtype, has_bias=False)
-        read, units = (wide, wide) if arch.merger == "mlp" else (arch.hidden_size, out)
+        read = wide if arch.merger in ("mlp", "square") else arch.hidden_size
+        units = wide if arch.merger == "mlp" else out
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
         if arch.merger not in ("pooled", "scaled"):
             _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
@@ -143,6 +147,9 @@ class Tower(Matrices):
         _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
         if arch.table_side:
             self.declare("positions", (arch.table_len, m), (None, None), dtype, None, fan_in=m)
+        if arch.class_token:
+            _vector(self, "class_token", (m,), dtype, mean=0.0)
+            _vector(self, "class_place", (m,), dtype, mean=0.0)
         for name, is_there in (("norm0", arch.first_norm), ("norm3", arch.last_norm)):
             if is_there:
                 _norm(self, name, (m,), dtype, arch.root_norms)
@@ -154,14 +161,20 @@ class Tower(Matrices):
         if arch.head_norms:
             _norm(self, "q_norm", (layers, arch.head_dim), dtype, is_root=True)
             _norm(self, "k_norm", (layers, arch.head_dim), dtype, is_root=True)
+        if arch.joint_norms:
+            _norm(self, "q_norm", (layers, m), dtype, is_root=True)
+            _norm(self, "k_norm", (layers, m), dtype, is_root=True)
+        if arch.layer_scales:
+            _vector(self, "attention_scales", (layers, m), dtype, mean=1.0)
+            _vector(self, "mlp_scales", (layers, m), dtype, mean=1.0)
         if arch.clips:
             bounds = jnp.zeros((layers, len(_BOUNDED), 4), dtype)
             self.bounds = nnx.Param(bounds, axes=(None,) * 3, mean=0.0, std=0.0)
         shapes = {"qkv": (3 * m, m), "o": (m, m), "gate": (f, m), "fc1": (f, m), "fc2": (m, f)}
         for name, shape in shapes.items():
             if arch.gated or name != "gate":
-                _linear(self, name, (layers, *shape), dtype, arch.layer_bias)
-        self.merger = Merger(arch, dtype, None, normalizes_squares=False)
+                _linear(self, name, (layers, *shape), dtype, arch.layer_bias and (arch.qkv_bias or name != "qkv"))
+        self.merger = Merger(arch, dtype, None, normalizes_squares=arch.merger == "square")
         taps = len(arch.deepstack_layers)
         self.deepstack = Merger(arch, dtype, taps, normalizes_squares=True) if taps else None
 
@@ -182,12 +195,27 @@ class Tower(Matrices):
 
     def tokens(self, x_PM: jax.Array) -> jax.Array:
         """The embeddings `[P / 4, D]` that the last layer's output makes."""
+        if self.arch.class_token:
+            x_PM = self._by_image(x_PM)[:, 1:].reshape(-1, self.arch.hidden_size)
         if self.arch.last_norm:
             x_PM = _normalized(self, "norm3", x_PM, self._of, self.arch.norm_eps)
         return self.merger(x_PM)
 
     def embed(self, patches: Patches) -> jax.Array:
-        """`[P, M]` of pixels and learned positions."""
+        """`[P, M]` of pixels and learned positions; with class tokens one more for each image, before its patches."""
+        x_PM = self._embed_patches(patches)
+        if not self.arch.class_token:
+            return x_PM
+        of_class = _array(self, "class_token").astype(x_PM.dtype) + _array(self, "class_place").astype(x_PM.dtype)
+        x_IPM = x_PM.reshape(-1, self.arch.image_patches, self.arch.hidden_size)
+        first = jnp.broadcast_to(of_class, (len(x_IPM), 1, len(of_class)))
+        return jnp.concatenate([first, x_IPM], axis=1).reshape(-1, self.arch.hidden_size)
+
+    def _by_image(self, x: jax.Array) -> jax.Array:
+        """What each patch has, class tokens included, by images, all of which have one size."""
+        return x.reshape(-1, self.arch.class_token + self.arch.image_patches, *x.shape[1:])
+
+    def _embed_patches(self, patches: Patches) -> jax.Array:
         arch, per_channel = self.arch, self.arch.patch_len // self.arch.channels
         std = np.asarray(arch.std, np.float64)
         scale = np.repeat(1 / (255 * std), per_channel).astype(np.float32)
@@ -227,13 +255,15 @@ class Tower(Matrices):
         q, k = (rotate(each, around.cos, around.sin) if arch.turns else each for each in (q, k))
         out = self._attention(layer, q, k, v, around)
         made = self._bounded("o", out.reshape(len(x_PM), -1), of)
-        x_PM = x_PM + (_normalized(self, "norm1_out", made, of, arch.norm_eps) if arch.sandwich else made)
+        made = _normalized(self, "norm1_out", made, of, arch.norm_eps) if arch.sandwich else made
+        x_PM = x_PM + (made * of("attention_scales") if arch.layer_scales else made)
         read = _normalized(self, "norm2", x_PM, of, arch.norm_eps)
         wide = self._bounded("fc1", read, of)
         activated = _ACTIVATIONS[arch.activation]
         wide = activated(self._bounded("gate", read, of)) * wide if arch.gated else activated(wide)
         made = self._bounded("fc2", wide, of)
-        return x_PM + (_normalized(self, "norm2_out", made, of, arch.norm_eps) if arch.sandwich else made)
+        made = _normalized(self, "norm2_out", made, of, arch.norm_eps) if arch.sandwich else made
+        return x_PM + (made * of("mlp_scales") if arch.layer_scales else made)
 
     def _heads(self, read_PM: jax.Array, of: OfName) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values `[P, N, H]`."""
@@ -243,6 +273,8 @@ class Tower(Matrices):
             made = [self._bounded(name, read_PM, of, weights) for name, weights in parts]
         else:
             made = jnp.split(_through(self, "qkv", read_PM, of), 3, axis=-1)
+        if arch.joint_norms:
+            made[:2] = [root_norm(each, of(f"{name}_norm"), JOINT_EPS) for each, name in zip(made, "qk", strict=False)]
         q, k, v = (each.reshape(len(read_PM), arch.num_heads, arch.head_dim) for each in made)
         return q, k, v
 
@@ -259,7 +291,14 @@ class Tower(Matrices):
         """`[P, N, H]`, over whole images or, in most layers of a tower with windows, within these."""
         arch = self.arch
 
+        def within_image(qkv: tuple[jax.Array, ...]) -> jax.Array:
+            q, k, v = qkv
+            return segment_attention(q, k, v, jnp.zeros(len(q), jnp.int32), scale=arch.attention_scale)
+
         def within_images() -> jax.Array:
+            if arch.image_side:
+                out: jax.Array = jax.lax.map(within_image, tuple(map(self._by_image, (q, k, v))))
+                return out.reshape(q.shape)
             return segment_attention(q, k, v, around.segments, scale=arch.attention_scale)
 
         def within_windows() -> jax.Array:
@@ -341,18 +380,21 @@ def _through(module: Matrices, name: str, x: jax.Array, of: OfName) -> jax.Array
 
 def _norm(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtype, is_root: bool) -> None:
     """Declares a norm's scales, and its biases unless it is one of mean squares."""
-    axes = (None,) * len(shape)
-    setattr(module, name, nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=1.0, std=0.0))
+    _vector(module, name, shape, dtype, mean=1.0)
     if not is_root:
-        setattr(module, f"{name}_bias", nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=0.0))
+        _vector(module, f"{name}_bias", shape, dtype, mean=0.0)
+
+
+def _vector(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtype, mean: float) -> None:
+    """Declares numbers that every device has."""
+    setattr(module, name, nnx.Param(jnp.zeros(shape, dtype), axes=(None,) * len(shape), mean=mean, std=0.0))
 
 
 def _linear(module: Matrices, name: str, shape: tuple[int, ...], dtype: jnp.dtype, has_bias: bool = True) -> None:
     """Declares a matrix `[..., out, in]`, on every device as it is, and its bias `[..., out]`."""
     module.declare(name, shape, (None,) * len(shape), dtype, None, fan_in=shape[-1])
     if has_bias:
-        bias = nnx.Param(jnp.zeros(shape[:-1], dtype), axes=(None,) * (len(shape) - 1), mean=0.0, std=0.0)
-        setattr(module, f"{name}_bias", bias)
+        _vector(module, f"{name}_bias", shape[:-1], dtype, mean=0.0)
 
 
 def _array(module: Matrices, name: str) -> jax.Array:
@@ -360,6 +402,7 @@ def _array(module: Matrices, name: str) -> jax.Array:
     return array
 
 
+JOINT_EPS = 1e-6  # of norms of all heads, for which config.json has no key
 BLOCK = 256  # queries whose scores stand in memory at once
 FAR = -1e30  # in the place of scores between segments: no minus infinity, so that padding yields no NaN
 
