@@ -75,7 +75,8 @@ class VisionConfig:
     )
     mm_max_patches: int | None = flag(
         None,
-        "patches of one image at most, 4 of which are a token (of Gemma 9 or 16; default: 4096 on a CPU, else 16384)",
+        "patches of one image at most, of all its tiles, 4 of which are a token (of Gemma 9 or 16; default: 4096 on a "
+        "CPU, else 16384)",
     )
     media_max_tokens: int = flag(
         32_768,

@@ -61,7 +61,13 @@ class OfflineMedia:
         from jaxsgl.preprocess.pictures import MOST_PIXELS
         from jaxsgl.preprocess.placeholders import expand, expand_placeholders, tokens_of, write_placeholders
 
-        bounds = Bounds(self._limits.max_patches, self._limits.max_request_patches, MOST_PIXELS)
+        limits = self._limits
+        bounds = Bounds(
+            limits.max_patches,
+            limits.max_request_patches,
+            MOST_PIXELS,
+            max_picture_patches=limits.max_picture_patches,
+        )
         visuals = load(given.files, settings, bounds)
         if isinstance(given.prompt, str):
             text = write_placeholders(given.prompt, visuals, tokens_of(settings, self._tokenizer.token_bytes))

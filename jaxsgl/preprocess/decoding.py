@@ -92,7 +92,7 @@ class Decoder:
         config, limits = self._config, self._limits
         call = _Call(
             *_packed(files), self._settings, limits.max_patches, limits.max_request_patches,
-            config.media_max_pixels, config.media_max_decode_bytes, share_bytes,
+            limits.max_picture_patches, config.media_max_pixels, config.media_max_decode_bytes, share_bytes,
         )  # fmt: skip
         request = msgspec.msgpack.encode(call)
         memory_bytes = share_bytes + _COPIES * (len(request) + self._patch_bytes) + SPARE_BYTES
@@ -165,6 +165,7 @@ class _Call(msgspec.Struct, array_like=True):
     settings: ProcessorSettings
     max_patches: int
     max_request_patches: int
+    max_picture_patches: int
     max_pixels: int
     most_bytes: int
     share_bytes: int
@@ -214,7 +215,7 @@ def make(_: bytes) -> Callable[[bytes], bytes]:
     def run(request: bytes) -> bytes:
         call = msgspec.msgpack.decode(request, type=_Call)
         room = _Share(call.most_bytes, call.share_bytes)
-        bounds = Bounds(call.max_patches, call.max_request_patches, call.max_pixels, room)
+        bounds = Bounds(call.max_patches, call.max_request_patches, call.max_pixels, room, call.max_picture_patches)
         try:
             visuals = load([_unpacked(file, call.contents) for file in call.files], call.settings, bounds)
         except _TooMuch:
@@ -228,7 +229,7 @@ def make(_: bytes) -> Callable[[bytes], bytes]:
         with io.BytesIO() as file:
             Image.new("RGB", (32, 32)).save(file, kind)
             contents = [file.getvalue()]
-        run(msgspec.msgpack.encode(_Call(contents, one, settings, 64, 64, 1 << 20, 1 << 24, 1 << 24)))
+        run(msgspec.msgpack.encode(_Call(contents, one, settings, 64, 64, 64, 1 << 20, 1 << 24, 1 << 24)))
     return run
 
 

@@ -40,16 +40,18 @@ class Bounds:
     """What `load` refuses.
 
     Attributes:
-      max_patches: a picture or frame is scaled down to so many.
+      max_patches: a picture or frame is scaled down to so many; not those in tiles.
       max_request_patches: of all that is loaded for a request.
       max_pixels: of a picture, before it is scaled.
       room: memory for decoding, which the caller's threads share.
+      max_picture_patches: a picture is cut into tiles that have so many together, or into one.
     """
 
     max_patches: int
     max_request_patches: int
     max_pixels: int = MAX_PIXELS
     room: DecodeRoom = field(default_factory=DecodeRoom)
+    max_picture_patches: int = 16384
 
 
 def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
@@ -92,9 +94,10 @@ class Left:
 
 def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
     """The picture, or its tiles."""
+    max_patches = bounds.max_patches if settings.tiles is None else bounds.max_picture_patches
 
     def sizes_of(height: int, width: int) -> list[tuple[int, int]]:
-        return view_sizes(height, width, settings, bounds.max_patches * settings.patch_size**2)
+        return view_sizes(height, width, settings, max_patches * settings.patch_size**2)
 
     picture = _opened(file.content, bounds.max_pixels, name)
     sizes = sizes_of(picture.height, picture.width)  # refuses what needn't be decoded

@@ -28,9 +28,11 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     limits = settings.image
     if settings.fixed_side is not None:
         _check_ratio(height, width)
-        rows, columns = (
-            (1, 1) if settings.tiles is None else _tiling(height, width, settings.fixed_side, settings.tiles)
-        )
+        rows, columns = (1, 1)
+        if settings.tiles is not None:
+            most = max_pixels // settings.fixed_side**2 - 1  # and one that shows it whole
+            tiles = [max(min(number, most), 1) for number in settings.tiles]
+            rows, columns = _tiling(height, width, settings.fixed_side, *tiles)
         return rows * settings.fixed_side, columns * settings.fixed_side
     if settings.fills:
         return _filled(height, width, settings.unit, min(limits.max_pixels, max_pixels))
@@ -102,13 +104,12 @@ def patches_of_frames(frames: Sequence[Pixels], patch_size: int, merge_size: int
     return x.transpose(1, 4, 2, 5, 7, 0, 3, 6).tobytes()
 
 
-def _tiling(height: int, width: int, side: int, tiles: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of squares of `side`, `tiles` of them, whose ratio is nearest to the picture's.
+def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Rows and columns of squares of `side`, `least` to `most` of them, whose ratio is nearest to the picture's.
 
     Of several the first one counts, with the fewest squares and columns, unless the picture has more than half of the
     pixels of another one.
     """
-    least, most = tiles
     columns_and_rows = [
         (columns, rows)
         for columns in range(1, most + 1)

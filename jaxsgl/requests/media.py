@@ -95,6 +95,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
       merge_size: patches along the sides of the square that becomes one token.
       max_items: images and temporal patches of videos of a request, at each of which every plan of a step looks.
       max_patches: of one item.
+      max_picture_patches: of all tiles of a picture, of models that see it in tiles, each of which is an item.
       max_request_patches: of all items of a request, whose pixels host memory holds until they are encoded.
       has_lines: tokens end the lines of images, see `MediaItem.line_len`.
       image_side: patches along the sides of any image; 0: they differ.
@@ -109,6 +110,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_items: int = 1024
     max_patches: int = 16384
     max_request_patches: int = 131072
+    max_picture_patches: int = 16384
     has_lines: bool = False
     image_side: int = 0
     may_come_later: bool = False

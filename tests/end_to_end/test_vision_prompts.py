@@ -177,7 +177,7 @@ def test_pictures_and_a_video_of_internvl_give_transformers_tokens(kind: str, tm
         tmp_path,
         {IMAGE: "<IMG_CONTEXT>", VIDEO: "<video>", START: "<img>", END: "</img>", 90: "Frame1:", 91: "Frame2:"},
     )
-    told = {"size": {"height": 32, "width": 32}, "max_patches": 4}
+    told = {"size": {"height": 32, "width": 32}, "max_patches": 3}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**told, "crop_to_patches": False}))
     given = [picture(100, 42), picture(17, 24, seed=1), picture(40, 40, seed=2)]
     frames = [picture(48, 24, seed=i) for i in range(2)]

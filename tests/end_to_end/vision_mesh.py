@@ -18,12 +18,14 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import new_scheduler, outputs, serve
-from tests.vision_models import WHOLE_GRIDS, WITH_LINES, request, request_in_lines, request_of_whole_images
+from tests.vision_models import WHOLE_GRIDS, WITH_LINES, WITH_TILES, request, request_in_lines, request_of_whole_images
+
+OF_ONE_SIZE = (*WHOLE_GRIDS, *WITH_TILES)
 
 
 def asked(kind: str, request_id: str, grids: list[Grid], seed: int) -> Request:
     """A request with images of `grids`, or with as many of the one size that the model takes."""
-    if kind in WHOLE_GRIDS:
+    if kind in OF_ONE_SIZE:
         return request_of_whole_images(request_id, len(grids), seed, kind)
     return request_in_lines(request_id, grids, seed) if kind in WITH_LINES else request(request_id, grids, seed)
 
@@ -56,7 +58,7 @@ def main() -> None:
     answers = outputs(serve(engine, [given]), given)
     scheduler = new_scheduler(engine, radix=False)
     turns = []
-    large: list[Grid] = [(1, 8, 8)] * 4 if kind in WHOLE_GRIDS else [(1, 14, 16)]
+    large: list[Grid] = [(1, 8, 8)] * 4 if kind in OF_ONE_SIZE else [(1, 14, 16)]
     for number, seed in enumerate((41, 42, 41)):  # the pool holds the images of one of two requests
         mailbox = ScriptedMailbox([[asked(kind, str(number), large, seed)]])
         run_loop(scheduler, engine, mailbox, 1)

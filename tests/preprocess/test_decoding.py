@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -17,7 +18,7 @@ from jaxsgl.preprocess.sources import File, ImageFile, VideoFile
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.sandbox import Limits, Sandbox
 from tests.attacks.media_files import large_movies, many_scans
-from tests.preprocess.pictures import SMALL, animation, file_of, movie, picture
+from tests.preprocess.pictures import SMALL, TILED, animation, file_of, movie, picture
 from tests.preprocess.undefended import CRASH, KILLED, KILLED_HELPER
 
 pytestmark = pytest.mark.device  # starts processes
@@ -52,6 +53,14 @@ def test_files_have_the_same_parts_as_in_this_process(sandbox: Sandbox) -> None:
     ]  # fmt: skip
     expected = load(files, SMALL, Bounds(LIMITS.max_patches, LIMITS.max_request_patches))
     assert decoder(sandbox).load(files) == expected
+
+
+def test_tiles_of_a_picture_are_those_of_this_process(sandbox: Sandbox) -> None:
+    limits = msgspec.structs.replace(LIMITS, max_request_patches=8192, max_picture_patches=6 * 1024)
+    files: list[File] = [ImageFile(file_of(picture(20, 48)))]
+    (visual,) = Decoder(TILED, limits, MediaConfig(), sandbox).load(files)
+    assert [visual] == load(files, TILED, Bounds(1024, 8192, max_picture_patches=6 * 1024))
+    assert len(visual.parts) == 2 * 1 + 1
 
 
 def test_a_video_is_decoded(sandbox: Sandbox) -> None:

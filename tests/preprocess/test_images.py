@@ -203,6 +203,15 @@ def test_tilings_of_internvl_are_its_processors() -> None:
             assert sizes == [(448 * rows, 448 * columns), (448, 448)][: 1 + (rows * columns > 1)]
 
 
+@pytest.mark.parametrize(("max_patches", "most"), [(1024, 1), (2048, 1), (3 * 1024, 2), (6 * 1024, 5), (14 * 1024, 12)])
+def test_a_picture_has_as_many_tiles_as_the_tower_may_see_patches_of_it(max_patches: int, most: int) -> None:
+    """The whole one included."""
+    for height, width in ((217, 300), (1000, 310)):
+        columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), 1, most)
+        (visual,) = load([ImageFile(picture(width, height))], TILED, replace(BOUNDS, max_picture_patches=max_patches))
+        assert len(visual.parts) == columns * rows + (columns * rows > 1) <= max_patches // 1024
+
+
 def test_a_turned_picture_has_the_tiles_of_the_upright_one() -> None:
     given, exif = picture(80, 31), Image.Exif()
     exif[ORIENTATION] = 6

@@ -283,6 +283,7 @@ def media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | N
         max_items=max(MIN_ITEMS, most // TOKENS_OF_ITEM),
         max_patches=tower.image_tokens * arch.vision.merge_size**2,
         max_request_patches=max_tokens * arch.vision.merge_size**2,
+        max_picture_patches=tower.max_patches,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )
 
