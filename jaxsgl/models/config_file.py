@@ -67,7 +67,7 @@ class ConfigFile:
         self._asked.update(keys)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer, or one for all layers; an error where it is missing without a default."""
+        """A positive integer, or a list of equal ones; an error where it is missing without a default."""
         value = self.of_all_layers(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(
@@ -76,14 +76,14 @@ class ConfigFile:
         return value
 
     def of_all_layers(self, key: str, default: Any = None) -> Any:
-        """The value, or that of each layer where the file lists one for each; an error unless these are equal."""
+        """The value, or the one that is listed for each layer or side; an error unless all of a list are equal."""
         values = self.get(key, default)
         if not isinstance(values, list):
             return values
         if not values or any(value != values[0] for value in values):
             raise CheckpointError(
-                f"{self.path}: {self._within}{self.told_as(key)} is {_short(values)}, but only models are served whose "
-                "layers all have the same"
+                f"{self.path}: {self._within}{self.told_as(key)} is {_short(values)}, but only models are served "
+                "where all of these are the same"
             )
         return values[0]
 

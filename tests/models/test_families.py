@@ -526,7 +526,7 @@ def test_numbers_that_a_file_lists_for_each_layer_must_be_equal(tmp_path: Path) 
     assert arch is not None and arch.mixture is not None and arch.ropes[0].kind == "ntk"
     assert (arch.mixture.router.top_k, arch.mixture.shared_ffn_size, arch.mixture.ffn_size) == (8, 3072, 3072)
     for changes, message in (
-        ({"moe_topk": [8, 8, 4, 8]}, r"moe_topk is \[8, 8, 4, 8\], but .* layers all have the same"),
+        ({"moe_topk": [8, 8, 4, 8]}, r"moe_topk is \[8, 8, 4, 8\], but .* all of these are the same"),
         ({"moe_intermediate_size": [2048] * 4}, "moe_intermediate_size is 2048, but .* where it is 3072"),
         ({"num_shared_expert": [2] * 4}, "num_shared_expert is 2, but"),
         ({"moe_topk": []}, r"moe_topk is \[\], but"),

@@ -488,7 +488,7 @@ def test_the_decoder_of_internvl_is_that_of_its_own_family(kind: str, tmp_path: 
         ("vision_config", "use_mean_pooling", False, "vision_config.use_mean_pooling is False, but must be True"),
         ("vision_config", "use_mask_token", True, "vision_config.use_mask_token is True, but must be False"),
         ("vision_config", "hidden_act", "silu", "hidden_act is silu, but must be gelu"),
-        ("vision_config", "image_size", [448, 224], "image_size is .448, 224., but must be an integer"),
+        ("vision_config", "image_size", [448, 224], "image_size is .448, 224., but only models are served where"),
         ("vision_config", "image_size", 434, "images of 31 x 31 patches, but needs a multiple of 2"),
         ("", "downsample_ratio", 0.25, "downsample_ratio is 0.25, but must be 0.5"),
         ("", "vision_feature_layer", -2, "vision_feature_layer is -2, but must be -1"),
