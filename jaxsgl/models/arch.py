@@ -45,7 +45,7 @@ from pallas_kernels.options import AttentionOptions
 DTYPES = ("float32", "bfloat16", "float16")
 UNTOLD_DTYPE = "bfloat16"  # of models since about 2023, where neither config.json nor tensors tell it
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2", "relu", "gelu", "gelu_new"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2", "relu", "gelu", "gelu_new", "xielu"]
 Head: TypeAlias = Literal["vocabulary", "labels", "none"]
 _OTHER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "Model": "none"}  # transformers' classes
 # config.json's words -> ours, of MLPs with gates and of those without
@@ -54,6 +54,7 @@ WITHOUT_GATES: dict[str, Activation] = {
     "relu2": "relu2",
     "relu": "relu",
     "gelu": "gelu",
+    "xielu": "xielu",
     # Names of one approximation.
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_new"),
 }
@@ -453,12 +454,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     def bias(of_family: bool | None, key: str) -> bool:
         return bool(config.get(key, False)) if of_family is None else of_family
 
-    def factor(key: str) -> float | None:
-        """None: it is 1."""
-        value = config.number(key, 1.0) if family.multipliers else 1.0
-        return None if value == 1.0 else value
-
-    logits_divisor = factor("logits_scaling")
+    embedding_scale, residual_scale, logits_divisor = _read_factors(config, family, len(layers.specs))
     if family.scales_logits and (scale := config.number("logit_scale", 1.0)) != 1.0:
         logits_divisor = 1.0 / scale
     num_positions = 0
@@ -495,10 +491,10 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         parallel=family.parallel if _holds(config, family.parallel_key) else None,
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
-        embedding_scale=math.sqrt(hidden_size) if scales_embedding else factor("embedding_multiplier"),
+        embedding_scale=math.sqrt(hidden_size) if scales_embedding else embedding_scale,
         rounds_embedding_scale=family.rounds_embedding_scale,
         attention_scale=_read_attention_scale(config, family, latent),
-        residual_scale=factor("residual_multiplier"),
+        residual_scale=residual_scale,
         logits_divisor=logits_divisor,
         head_bias=family.head_bias,
         num_positions=num_positions,
@@ -566,7 +562,11 @@ def _holds(config: ConfigFile, key: str | None) -> bool:
 
 
 # Names in published folders that aren't transformers' own; and one there that doesn't end as others do.
-_SPELLED = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM", "GPT2ForCausalLM": "GPT2LMHeadModel"}
+_SPELLED = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "GPT2ForCausalLM": "GPT2LMHeadModel",
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+}
 
 
 def _family_of(architecture: str | None) -> tuple[str, Head]:
@@ -598,11 +598,28 @@ def _read_activation(config: ConfigFile, family: Family) -> Activation:
     return supported[word]
 
 
+def _read_factors(config: ConfigFile, family: Family, num_layers: int) -> tuple[float | None, ...]:
+    """What embeddings and updates are multiplied by, and what logits are divided by; None: it is 1."""
+    told: tuple[float, ...] = (1.0, 1.0, 1.0)
+    if family.multipliers == "each":
+        told = tuple(
+            config.number(key, 1.0) for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        )
+    elif family.multipliers == "by size":
+        root, width = math.sqrt(num_layers), float(config.count("hidden_size"))
+        told = (
+            config.number("scale_emb", 1.0),
+            config.number("scale_depth", root) / root,
+            width / config.number("dim_model_base", width),
+        )
+    return tuple(None if factor == 1.0 else factor for factor in told)
+
+
 def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | None) -> float | None:
     if latent is not None:
         return (latent.unrotated + latent.rotated) ** -0.5 * read_latent_amplitude(config) ** 2
-    if family.multipliers:
-        return config.number("attention_multiplier", 1.0)
+    if family.multipliers == "each" and config.get("attention_multiplier") is not None:
+        return config.number("attention_multiplier")
     return config.number("query_pre_attn_scalar") ** -0.5 if family.caps else family.attention_scale
 
 

@@ -345,7 +345,7 @@ class DecoderLayers(Matrices):
         kernels: KernelChoice,
         readers: Sequence[Weights | None],
     ) -> tuple[jax.Array, Rows]:
-        """The residual stream with updates, scaled and normalized by `out_norm` if there are such, and what is read.
+        """The residual stream with updates, normalized by `out_norm` and scaled if there are such, and what is read.
 
         That is the stream by `next_norm`, or as it is; rounded if all `readers`, matrices, take it so. Each update is
         `[T, D]` or in parts, as `add_and_norm` takes it.
@@ -357,10 +357,10 @@ class DecoderLayers(Matrices):
             total = sum(sum_parts(each, wide).astype(wide.dtype) for each in updates)
             assert isinstance(total, jax.Array), "there is an update"
             update = centred(total, x_TD.dtype) if self.arch.centred else total.astype(x_TD.dtype)
-        if scale is not None:
-            update = _scaled(sum_parts(update, x_TD), scale)
         if out_norm is not None:
             update = rms_norm(sum_parts(update, x_TD), scale_of(*out_norm, x_TD.dtype), eps)
+        if scale is not None:
+            update = _scaled(sum_parts(update, x_TD), scale)
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD

@@ -184,7 +184,9 @@ class Family:
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
       scales_embedding_key: the key that says whether they are; None: they are.
       rounds_embedding_scale: that root is rounded to the weights' dtype first.
-      multipliers: `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` hold.
+      multipliers: "each": `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling`
+        hold. "by size": embeddings are multiplied by `scale_emb`, what blocks add by `scale_depth` over the root of the
+        number of layers, and logits divided by hidden sizes for each `dim_model_base`. None: there are none.
       scales_logits: logits are multiplied by `logit_scale`.
       head_bias: the output head has a bias.
       rows_before_positions: learned positions are added to embeddings, by a table with so many rows before that of the
@@ -268,7 +270,7 @@ class Family:
     scales_embedding: bool = False
     scales_embedding_key: str | None = None
     rounds_embedding_scale: bool = False
-    multipliers: bool = False
+    multipliers: Literal["each", "by size"] | None = None
     scales_logits: bool = False
     head_bias: bool = False
     rows_before_positions: int | None = None

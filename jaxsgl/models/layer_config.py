@@ -416,7 +416,7 @@ def read_latent(config: ConfigFile, family: Family) -> Latent:
         kv_rank=config.count("kv_lora_rank"),
         rotated=config.count("qk_rope_head_dim"),
         unrotated=config.count("qk_nope_head_dim"),
-        value=config.count("v_head_dim"),
+        value=config.count("v_head_dim", config.count("hidden_size") // config.count("num_attention_heads")),
         has_bias=bool(config.get("attention_bias", False)),
         index=None if family.index is None else _read_index(config, family.index),
     )

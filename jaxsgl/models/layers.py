@@ -26,7 +26,7 @@ from jaxsgl.models.precision import gated_product, product, product_in_parts, pr
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeTables, reorders_heads
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
-from jaxsgl.models.units import unit_of
+from jaxsgl.models.units import unit_of, xielu
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
@@ -422,6 +422,8 @@ class MLP(Matrices):
         u = arch.unit_rows
         self.declare("gate_up", (u, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
         self.gate_up_bias = vector((u, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
+        is_learned = arch.activation == "xielu"
+        self.curve = vector((2,), (None,), jnp.dtype(jnp.float32), mean=0.8) if is_learned else None
         self.declare("down", (d, f), (None, "ffn"), dtype, down_format, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
@@ -438,17 +440,23 @@ class MLP(Matrices):
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
         down = self.matrix("down", kernels)
-        if adapters is None and self.gate_up_bias is None:
+        if adapters is None and self.gate_up_bias is None and self.curve is None:
             rows = gated_product(x_TD, self.matrix("gate_up", kernels), self.activation, down)
         else:
             gate_up = self._gate_up(x_TD, adapters, kernels)
             if adapters is not None and summed:
-                gated = unit_of([gate_up[:, side] for side in range(gate_up.shape[1])], self.activation)
+                gated = self._units(gate_up)
                 return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
-            rows = gated_rows(gate_up, self.activation, down)
+            rows = gated_rows(gate_up, self.activation, down) if self.curve is None else self._units(gate_up)
         if summed:
             return last_product(rows, down, self.down_bias)
         return _part_of_product(rows, down, self.down_bias, "ffn")
+
+    def _units(self, gate_up: jax.Array) -> jax.Array:
+        """`[T, F]` of the product `[T, U, F]`."""
+        if self.curve is not None:
+            return xielu(gate_up[:, 0], self.curve[...])
+        return unit_of([gate_up[:, side] for side in range(gate_up.shape[1])], self.activation)
 
     def _gate_up(self, x_TD: Rows, adapters: LayerAdapters | None, kernels: KernelChoice) -> jax.Array:
         """`[T, U, F]`: the product with its bias and what adapters add."""

@@ -95,7 +95,7 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "shared": (
         *(
             (f"mlp.{word}.gate_proj", f"mlp.{word}.up_proj", f"mlp.{word}.down_proj")
-            for word in ("shared_experts", "shared_expert")
+            for word in ("shared_experts", "shared_expert", "shared_mlp")
         ),
         ("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
     ),
@@ -134,7 +134,10 @@ def described(folder: Path, config: ConfigFile) -> list[tuple[Path, Mapping[str,
             f"{config.path}: weights quantized by MLX are not supported; supported are {SUPPORTED}. Serve the "
             "checkpoint that they were made of"
         )
-    found = [(config.path, config.get("quantization_config") or config.get("compression_config"))]
+    of_decoder = config.get("text_config")  # where Kimi's folders have it
+    of_decoder = of_decoder.get("quantization_config") if isinstance(of_decoder, dict) else None
+    told_here = config.get("quantization_config") or config.get("compression_config") or of_decoder
+    found = [(config.path, told_here)]
     others = _FILES if not found[0][1] else ()
     paths = [folder / name for name in (*others, MODELOPT_FILE)]
     found += [(path, ConfigFile(path).values) for path in paths if path.is_file()]

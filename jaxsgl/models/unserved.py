@@ -33,6 +33,8 @@ def _has_layers(*words: str) -> _Sign:
 # In the order in which they are named: those that take the most work first.
 MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
     ("an encoder beside the decoder", (_has("is_encoder_decoder", "encoder_layers", "num_encoder_layers"),)),
+    ("Mamba-2 next to attention in each layer", (_has("mamba_d_ssm"),)),
+    ("recurrent blocks (RG-LRU)", (_has("lru_width"),)),
     (
         "layers with a state-space model (Mamba)",
         (
@@ -43,15 +45,38 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
     ("short convolutions in the place of attention", (_has("conv_L_cache"), _has_layers("conv"))),
     (
         "linear attention (lightning, RWKV, Kimi delta attention)",
-        (_has("attn_type_list", "linear_attn_config", "lightning_head_dim", "attention_hidden_size"),),
+        (
+            _has("attn_type_list", "linear_attn_config", "lightning_head_dim", "attention_hidden_size"),
+            _has("linear_head_dim", "linear_attn_alpha_factor", "kda_lower_bound"),
+        ),
     ),
-    ("sparse attention that an index chooses for", (_has("index_topk", "index_n_heads"),)),
+    ("delta-nets with negative eigenvalues", (_has("linear_allow_neg_eigval"),)),
+    ("sparse attention that an index chooses for", (_has("index_topk", "index_n_heads", "indexer_n_heads"),)),
+    ("attention to compressed tokens", (_has("compress_rates", "compress_ratios"),)),
+    ("attention through convolutions (CCA)", (_has("cca_time0"),)),
     ("attention in chunks", (_has("attention_chunk_size"), _has_layers("chunked_attention"))),
     ("keys and values that layers share", (_has("num_kv_shared_layers", "use_cla"),)),
     ("an embedding for each layer", (_has("hidden_size_per_layer_input"),)),
     ("heads of two sizes", (_has("global_head_dim", "per_layer_config"),)),
-    ("several residual streams", (_has("altup_num_inputs", "hc_mult"),)),
-    ("positions by ALiBi", (lambda config: config.get("position_embedding_type") == "alibi", _has("alibi"))),
+    (
+        "other numbers of heads in some layers",
+        (_has("num_attention_heads_per_layer", "num_sliding_attention_heads", "attention_other_setting"),),
+    ),
+    (
+        "values of another size than keys",
+        (lambda config: bool(config.get("v_head_dim")) and not config.get("kv_lora_rank"),),
+    ),
+    ("several residual streams", (_has("altup_num_inputs", "hc_mult", "hc_count"),)),
+    ("experts that compute nothing", (_has("zero_expert_num"),)),
+    ("routers that mask scores (SparseMixer)", (_has("input_jitter_noise"),)),
+    (
+        "positions by ALiBi",
+        (
+            lambda config: "alibi" in (config.get("position_embedding_type"), config.get("pos_embedding_type")),
+            lambda config: config.get("model_type") in ("bloom", "mpt"),
+            _has("alibi"),
+        ),
+    ),
     ("learned positions", (_has("n_positions"),)),
     ("LayerNorm with a mean", (_has("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),)),
     ("audio", (_has("audio_config", "audio_token_id"),)),
@@ -138,7 +163,7 @@ def _parts(architecture: str, config: Mapping[str, Any], names: list[str]) -> It
     needed = mechanisms_of(config)
     missing = [each for each in needed if each not in SERVED_BY_OTHERS]
     if missing:
-        yield f"its config.json tells of what is not built here: {', '.join(missing[:MOST_NAMED])}"
+        yield f"its config.json tells of what is not built here: {', '.join(missing[:MOST_NAMED])}; run it elsewhere"
     elif needed:
         yield f"no family of its form has {' and '.join(needed)}"
     near = nearest(architecture, names)

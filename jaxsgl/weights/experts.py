@@ -134,6 +134,12 @@ NAMES: dict[str, ExpertNames] = {
     ),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
+    "HYV3ForCausalLM": ExpertNames(
+        router="router.gate.weight",
+        choice_bias=("expert_bias", ("E",)),
+        shared="shared_mlp.",
+        in_memory=ExpertNames(choice_bias=_MINIMAX_BIAS),
+    ),
     "ExaoneMoeForCausalLM": ExpertNames(choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames()),
     **dict.fromkeys(
         ("GptOssForCausalLM", "InternVLGptOssForConditionalGeneration"),

@@ -390,10 +390,17 @@ _OPT: dict[Path, Recipe] = {
     **_with_bias(("attention", "o"), "self_attn.out_proj", ("D", "NH"), pieces.as_is),
     **_without_gates("fc1", "fc2"),
 }
+_APERTUS: dict[Path, Recipe] = {
+    **_layer_norms(attention_norm="attention_layernorm", mlp_norm="feedforward_layernorm"),
+    ("mlp", "curve"): Recipe(
+        tuple(Source(f"{_MLP}act_fn.{name}", ("1",)) for name in ("alpha_p", "alpha_n")), pieces.xielu_curve
+    ),
+}
 _GLM4: dict[Path, Recipe] = {
     **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
     **_FUSED_GATE_UP,
 }
+_HYPERCLOVAX = _layer_norms(attention_out_norm="post_norm1", mlp_out_norm="post_norm2")
 _SHARED_MLP = "model.layers.{}.shared_mlp."
 _GRANITE_HYBRID: dict[Path, Recipe] = {
     **_OF_MAMBA,
@@ -407,6 +414,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
         ("attention", "qkv"): Recipe((Source(_ATTENTION + "qkv_proj.weight", ("QKV", "D")),), pieces.fuse_split_heads),
         **_FUSED_GATE_UP,
     },
+    "ApertusForCausalLM": _APERTUS,
     "Olmo2ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "Olmo3ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "OlmoeForCausalLM": _NORMS_OF_ALL_HEADS,
@@ -414,6 +422,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "AfmoeForCausalLM": _AFMOE,
     "FlexOlmoForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "Exaone4ForCausalLM": _AFTER,
+    "Exaone4_5_ForConditionalGeneration": _AFTER,
+    "HyperCLOVAXForCausalLM": _HYPERCLOVAX,
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "HunYuanMoEV1ForCausalLM": _HUNYUAN,
     "Llama4ForCausalLM": _FEED_FORWARD,
@@ -425,7 +435,9 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _INDEXED,
     "GlmMoeDsaForCausalLM": _INDEXED,
+    "Kimi_K25ForConditionalGeneration": _LATENT,
     "YoutuForCausalLM": _LATENT,
+    "MiniCPM3ForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
     "Mistral4ForConditionalGeneration": _LATENT,
     "Glm4MoeLiteForCausalLM": _LATENT,
@@ -448,6 +460,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Qwen3_5ForConditionalGeneration": _HYBRID,
     "Qwen3_5MoeForConditionalGeneration": _HYBRID,
     "Gemma2ForCausalLM": _GEMMA,
+    "VaultGemmaForCausalLM": _layer_norms(mlp_norm="pre_feedforward_layernorm"),
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _GEMMA,
     "Gemma4ForCausalLM": _GEMMA4,

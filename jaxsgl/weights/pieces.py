@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.rope import split_half_order
+from jaxsgl.models.units import XIELU_SLOPE
 from jaxsgl.weights.recipe import Piece, Pieces, Place, Tensor
 
 
@@ -339,6 +340,12 @@ def rows_of_tokens(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Pie
 def router_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The scales `[D]` of a router's input, over sqrt(D)."""
     yield Piece((), tensors[0].astype(np.float32) * np.float32(arch.hidden_size**-0.5))
+
+
+def xielu_curve(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """How much xIELU bends above 0 and below: the softplus of two numbers `[1]`, and below the slope at 0 more."""
+    above, below = (np.logaddexp(np.float32(0), each.astype(np.float32)) for each in tensors)
+    yield Piece((), np.concatenate([above, below + np.float32(XIELU_SLOPE)]))
 
 
 def flat_patches(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

@@ -24,6 +24,8 @@ _BESIDE_TOWER = {
     "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
     "Glm4vForConditionalGeneration": _QWEN_TOWER,
     "Glm4vMoeForConditionalGeneration": _QWEN_TOWER,
+    "Exaone4_5_ForConditionalGeneration": _QWEN_TOWER,
+    "Kimi_K25ForConditionalGeneration": ("model.vision_tower.", "model.mm_projector."),
     "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
@@ -41,6 +43,7 @@ _OF_OWN_MODEL = {
     "vision_tower.": "model.vision_tower.",
     "vision_model.": "model.vision_model.",
     "multi_modal_projector.": "model.multi_modal_projector.",
+    "mm_projector.": "model.mm_projector.",
 }
 
 # Of a draft head: what recipes have within the layer after the last one, and the files' names.

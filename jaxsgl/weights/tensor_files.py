@@ -329,12 +329,16 @@ _PREDICT_MORE = (
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",
     "Glm4MoeLiteForCausalLM",
+    "HYV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration",
 )
 
 
-# Rope's, and masks.
+# Rope's, xIELU's, and masks.
 _CONSTANTS = (
     "rotary_emb.inv_freq",
+    "act_fn.beta",
+    "act_fn.eps",
     *(f".{kind}.{mask}" for kind in ("attention", "attn") for mask in ("bias", "masked_bias")),
 )
 

@@ -31,10 +31,13 @@ UNTRIED = {
     "stable_lm": ("rope_parameters",),
     "glm4_moe_lite": ("num_hidden_layers", "qk_rope_head_dim"),
     **dict.fromkeys(
-        ("olmo3", "gemma2", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense", *CONV_KINDS), ("num_hidden_layers",)
+        ("olmo3", "gemma2", "vault_gemma", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense", *CONV_KINDS),
+        ("num_hidden_layers",),
     ),
     "cwm": ("num_hidden_layers", "hidden_size", "num_attention_heads"),
     **dict.fromkeys(("ministral", "mellum", "exaone_moe", "afmoe", "cohere2"), ("num_hidden_layers",)),
+    **dict.fromkeys(("jais2", "minicpm3"), ("hidden_size", "num_attention_heads")),
+    "hyperclovax": ("attention_multiplier", "hidden_size", "num_attention_heads"),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
@@ -105,7 +108,7 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
     }[scaling]
     for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
-        if kind in ("phi3", "lfm3", "mellum", "cwm", "ministral3", "mistral4") or kind.startswith(
+        if kind in ("phi3", "lfm3", "mellum", "cwm", "apertus", "ministral3", "mistral4") or kind.startswith(
             "gemma4"
         ):  # which have ropes of other kinds alone
             continue

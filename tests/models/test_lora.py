@@ -45,6 +45,7 @@ KINDS: dict[
     "qwen2_moe": [(ATTENTION, {"r": 4})],
     "olmo2": [(ATTENTION + MLP, {"r": 4})],
     "arcee": [([*ATTENTION, "up_proj", "down_proj"], {"r": 4})],
+    "apertus": [([*ATTENTION, "up_proj", "down_proj"], {"r": 4})],
     "ministral3": [(ATTENTION, {"r": 4})],
     "llama4": [(ATTENTION, {"r": 4}), (ATTENTION + MLP, {"r": 3, "layers_to_transform": [0]})],
     "cohere2": [(ATTENTION + MLP, {"r": 4})],

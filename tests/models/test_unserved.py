@@ -17,10 +17,23 @@ pytestmark = pytest.mark.device
 
 MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("MambaForCausalLM", {"state_size": 16}, "no family of its form has layers with a state-space model (Mamba)", None),
-    ("FalconH1ForCausalLM", {"mamba_d_ssm": 1536}, "no family of its form has layers with a state-space", None),
+    ("FalconH1ForCausalLM", {"mamba_d_ssm": 1536}, "here: Mamba-2 next to attention in each layer; run", None),
     ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3}, "no family of its form has short", "Lfm2MoeForCausalLM"),
     ("DeepseekV33ForCausalLM", {"index_topk": 9}, "no family of its form has sparse", "DeepseekV32ForCausalLM"),
     ("Llama5ForCausalLM", {"attention_chunk_size": 8192}, "no family of its form has attention", "Llama4ForCausalLM"),
+    (
+        "DeepseekV4ForCausalLM",
+        {"compress_rates": [4], "index_topk": 512, "hc_mult": 4},
+        "here: attention to compressed tokens, several residual streams; run",
+        "DeepseekV3ForCausalLM",
+    ),
+    ("KimiLinearForCausalLM", {"linear_head_dim": 128}, "here: linear attention", "DeepseekV3ForCausalLM"),
+    ("BailingHybridForCausalLM", {"kda_lower_bound": -5.0}, "here: linear attention", None),
+    ("RecurrentGemmaForCausalLM", {"lru_width": 2560}, "here: recurrent blocks (RG-LRU); run", None),
+    ("LagunaForCausalLM", {"num_attention_heads_per_layer": [48, 64]}, "here: other numbers of heads", None),
+    ("MiMoV2FlashForCausalLM", {"v_head_dim": 128, "head_dim": 192}, "here: values of another size than keys", None),
+    ("BloomForCausalLM", {"model_type": "bloom"}, "here: positions by ALiBi", None),
+    ("PhimoeForCausalLM", {"input_jitter_noise": 0.01}, "here: routers that mask scores", "Phi3ForCausalLM"),
     (
         "Gemma3nForConditionalGeneration",
         {"text_config": {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4}},
@@ -31,7 +44,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "JAISLMHeadModel",
         {"position_embedding_type": "alibi", "layer_norm_epsilon": 1e-5},
         "here: positions by ALiBi",
-        None,
+        "Jais2ForCausalLM",
     ),
     ("GPTBigCodeForCausalLM", {"n_positions": 8192}, "no family of its form has learned positions", None),
     ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder", None),

@@ -35,7 +35,7 @@ ERNIE = Family(
 )
 
 # What Granite's dense models, its mixtures and its hybrids have in common.
-GRANITE = Family(mlp_bias=None, multipliers=True, defaults={"eos_token_id": 2})
+GRANITE = Family(mlp_bias=None, multipliers="each", attention_scale=1.0, defaults={"eos_token_id": 2})
 
 # What Hunyuan's dense models and its mixture have in common.
 HUNYUAN = Family(
@@ -101,6 +101,12 @@ _GEMMA = Family(
         "query_pre_attn_scalar": 256,
         "eos_token_id": 1,
     },
+)
+
+_GEMMA2 = replace(
+    _GEMMA,
+    full_every=2,
+    defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )
 
 _GEMMA3 = replace(
@@ -257,6 +263,23 @@ GLM4V_TOKENS = frozenset(
     {"image_start_token_id", "image_end_token_id", "image_token_id", "video_start_token_id", "video_end_token_id"}
 )
 
+# EXAONE 4.0, which sees images in 4.5; the text alone is served of that.
+_EXAONE4 = Family(
+    norms="post",
+    qk_norm="head",
+    qkv_bias=False,
+    attention_out_bias=False,
+    windows="always",
+    full_every=4,
+    turned_layers="windows",
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "eos_token_id": 2,
+    },
+)
+
 _MINISTRAL3 = replace(
     _MISTRAL,
     grows_queries=True,
@@ -366,6 +389,47 @@ DENSE: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "Ernie4_5ForCausalLM": ERNIE,
     "GraniteForCausalLM": GRANITE,
+    # MiniCPM 1, 2 and 4, whose code is in their folders: Granite with factors told otherwise.
+    "MiniCPMForCausalLM": Family(
+        multipliers="by size",
+        defaults={
+            "max_position_embeddings": 2048,
+            "scale_emb": 1,
+            "scale_depth": 1,
+            "dim_model_base": 1,
+            "tie_word_embeddings": True,
+            "eos_token_id": 2,
+        },
+        ignored=frozenset({"mup_denominator", "use_scale_emb"}),
+    ),
+    "HyperCLOVAXForCausalLM": replace(
+        GRANITE,
+        norms="sandwich",
+        norms_key="use_post_norm",
+        attention_scale=None,
+        scales_logits=True,
+        keys={"logit_scale": "logits_scaling"},
+        defaults={"use_post_norm": True, "eos_token_id": 2},
+    ),
+    "ApertusForCausalLM": Family(
+        qk_norm="head",
+        gated=False,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "xielu",
+            "rope_theta": 12_000_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "max_position_embeddings": 65_536,
+            "eos_token_id": 2,
+        },
+        required={"post_norm": False, "qk_norm": True},
+    ),
     "ArceeForCausalLM": Family(
         mlp_bias=None,
         gated=False,
@@ -418,20 +482,11 @@ DENSE: dict[str, Family] = {
             "eos_token_id": 128001,
         },
     ),
-    "Exaone4ForCausalLM": Family(
-        norms="post",
-        qk_norm="head",
-        qkv_bias=False,
-        attention_out_bias=False,
-        windows="always",
-        full_every=4,
-        turned_layers="windows",
-        defaults={
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "eos_token_id": 2,
-        },
+    "Exaone4ForCausalLM": _EXAONE4,
+    "Exaone4_5_ForConditionalGeneration": replace(
+        _EXAONE4,
+        section="text_config",
+        ignored=frozenset({"image_token_id", "num_nextn_predict_layers", "video_token_id", "vision_config"}),
     ),
     "GemmaForCausalLM": Family(
         norm_offset=1,
@@ -447,11 +502,8 @@ DENSE: dict[str, Family] = {
         },
         ignored=frozenset({"hidden_activation"}),
     ),
-    "Gemma2ForCausalLM": replace(
-        _GEMMA,
-        full_every=2,
-        defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
+    "VaultGemmaForCausalLM": replace(_GEMMA2, norms="pre"),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,

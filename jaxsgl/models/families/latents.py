@@ -61,6 +61,26 @@ _YOUTU = replace(
     ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads", "embedding_initializer_range"}),
 )
 
+# The same with factors.
+_MINICPM3 = replace(
+    _YOUTU,
+    multipliers="by size",
+    interleaved_rope=False,
+    defaults={
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32_768,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    },
+)
+
 _MISTRAL4 = replace(
     _DEEPSEEK,
     grows_queries=True,
@@ -136,7 +156,28 @@ LATENTS: dict[str, Family] = {
         _MISTRAL4, **{**IN_MISTRAL3, "ignored": IN_MISTRAL3["ignored"] | _MISTRAL4.ignored}
     ),
     "YoutuForCausalLM": _YOUTU,
+    "MiniCPM3ForCausalLM": _MINICPM3,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    # The text alone.
+    "Kimi_K25ForConditionalGeneration": replace(
+        _DEEPSEEK,
+        section="text_config",
+        ties_whole=True,
+        ignored=_DEEPSEEK.ignored
+        | {
+            "ignore_index",
+            "image_token_id",
+            "media_placeholder_token_id",
+            "projection_hidden_size",
+            "projection_layer_norm_eps",
+            "use_unified_vision_chunk",
+            "video_placeholder",
+            "video_token_id",
+            "vision_config",
+            "vision_end_token_id",
+            "vision_start_token_id",
+        },
+    ),
     "DeepseekV2ForCausalLM": replace(
         _DEEPSEEK,
         moe=replace(DEEPSEEK_MOE, score="softmax", choice_bias=False, renormalize=False),

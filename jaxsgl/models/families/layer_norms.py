@@ -100,6 +100,34 @@ LAYER_NORMS: dict[str, Family] = {
         required={"rotary_scaling_factor": 1.0},
         ignored=frozenset({"use_norm_bias"}),  # they have one
     ),
+    "NemotronForCausalLM": replace(
+        _WITH_BIAS,
+        norm_eps_key="norm_eps",
+        norm_offset=1,
+        mlp_bias=None,
+        gated=False,
+        partial_rope=True,
+        defaults={
+            "norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "hidden_act": "relu2",
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": 3,
+        },
+    ),
+    "Jais2ForCausalLM": replace(
+        _WITH_BIAS,
+        mlp_bias=None,
+        gated=False,
+        defaults={
+            **_WITH_BIAS.defaults,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "max_position_embeddings": 8192,
+            "hidden_act": "relu2",
+            "eos_token_id": 150_024,
+        },
+    ),
     "PhiForCausalLM": replace(
         _WITH_BIAS,
         parallel="shared norm",

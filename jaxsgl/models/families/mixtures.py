@@ -353,6 +353,42 @@ MIXTURES: dict[str, Family] = {
             {"first_k_dense_replace", "partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"}
         ),
     ),
+    "HYV3ForCausalLM": Family(
+        qk_norm="head",
+        moe=replace(
+            DEEPSEEK_MOE,
+            count_keys=("num_experts", "num_local_experts"),
+            renormalize=True,
+            scale_key="router_scaling_factor",
+            shared_key="num_shared_experts",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "max_position_embeddings": 131_072,
+            "moe_intermediate_size": 1536,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "router_scaling_factor": 2.826,
+            "first_k_dense_replace": 1,
+        },
+        required={"moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True, "route_norm": True},
+        # What is computed in float32 anyway, and sizes that follow from others.
+        ignored=frozenset(
+            {
+                "enable_attention_fp32_softmax",
+                "enable_lm_head_fp32",
+                "enable_moe_fp32_combine",
+                "expert_hidden_dim",
+                "num_nextn_predict_layers",
+                "qk_norm",
+                "use_grouped_mm",
+            }
+        ),
+    ),
     "Dots1ForCausalLM": Family(
         qk_norm="head",
         windows="late",

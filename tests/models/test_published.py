@@ -1,0 +1,128 @@
+"""Families of 2026 by the config.json of a published folder, but for the number of layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import Latent, MoeMlp
+
+HY3: dict[str, Any] = {
+    "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312,
+    "num_hidden_layers": 3, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262144, "vocab_size": 120832, "num_experts": 192, "num_experts_per_tok": 8,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "expert_hidden_dim": 1536,
+    "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True, "router_scaling_factor": 2.826,
+    "route_norm": True, "num_nextn_predict_layers": 1, "use_grouped_mm": True, "qk_norm": True,
+    "enable_attention_fp32_softmax": True, "enable_moe_fp32_combine": False, "enable_lm_head_fp32": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}, "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_INT4: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized", "kv_cache_scheme": None, "quant_method": "compressed-tensors",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    "quantization_status": "compressed",
+}  # fmt: skip
+KIMI_K25: dict[str, Any] = {
+    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "bos_token_id": 163584,
+    "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "pad_token_id": 163839,
+    "tie_word_embeddings": False, "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "text_config": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 7168, "vocab_size": 163840,
+        "intermediate_size": 18432, "num_hidden_layers": 3, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "max_position_embeddings": 262144, "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 512, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 0,
+        "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_group": 1,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True,
+        "topk_method": "noaux_tc", "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+        "quantization_config": _INT4,
+    },
+    "vision_config": {"patch_size": 14, "vt_hidden_size": 1152, "vt_num_hidden_layers": 27},
+}  # fmt: skip
+APERTUS: dict[str, Any] = {
+    "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "attention_bias": False, "hidden_act": "xielu",
+    "hidden_size": 4096, "intermediate_size": 21504, "max_position_embeddings": 65536, "mlp_bias": False,
+    "num_attention_heads": 32, "num_hidden_layers": 3, "num_key_value_heads": 8, "post_norm": False, "qk_norm": True,
+    "rms_norm_eps": 1e-05, "rope_theta": 12000000, "tie_word_embeddings": False, "vocab_size": 131072,
+    "rope_scaling": {
+        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3", "type": "llama3",
+    },
+}  # fmt: skip
+MINITRON: dict[str, Any] = {
+    "architectures": ["NemotronForCausalLM"], "model_type": "nemotron", "attention_bias": False, "head_dim": 128,
+    "hidden_act": "relu2", "hidden_size": 3072, "intermediate_size": 9216, "max_position_embeddings": 4096,
+    "mlp_bias": False, "norm_eps": 1e-05, "num_attention_heads": 24, "num_hidden_layers": 3, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5, "rope_theta": 10000, "tie_word_embeddings": False, "vocab_size": 256000,
+}  # fmt: skip
+MINICPM4: dict[str, Any] = {
+    "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 16384, "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "vocab_size": 73448, "scale_emb": 12, "dim_model_base": 256,
+    "scale_depth": 1.4, "mup_denominator": 32, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def read(folder: Path, values: dict[str, Any]) -> ModelArch:
+    (folder / "config.json").write_text(json.dumps(values))
+    return ModelArch.from_folder(folder)
+
+
+def test_hy3_is_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, HY3)
+    dense, mixture, _ = (layer.mlp for layer in arch.layers)
+    assert not isinstance(dense, MoeMlp) and isinstance(mixture, MoeMlp)
+    assert (mixture.num_experts, mixture.ffn_size, mixture.shared_ffn_size) == (192, 1536, 1536)
+    router = mixture.router
+    assert (router.top_k, router.score, router.renormalize, router.scale) == (8, "sigmoid", True, 2.826)
+    assert router.choice_bias and arch.qk_norm == "head" and arch.next_layer is None
+
+
+def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized(tmp_path: Path) -> None:
+    arch = read(tmp_path, KIMI_K25)
+    assert arch.vision is None and not arch.tie_embeddings and arch.eos_token_ids == (163585,)
+    assert arch.latent == Latent(q_rank=1536, kv_rank=512, rotated=64, unrotated=128, value=128)
+    assert arch.mixture is not None and arch.mixture.num_experts == 384
+    assert arch.weight_format is not None
+    assert [layer.matrices - layer.unquantized for layer in arch.layers] == [set(), {"experts"}, {"experts"}]
+    text = {key: value for key, value in KIMI_K25["text_config"].items() if key != "quantization_config"}
+    assert read(tmp_path, {**KIMI_K25, "text_config": text, "quantization_config": _INT4}) == arch
+
+
+def test_apertus_and_minitron_are_understood(tmp_path: Path) -> None:
+    apertus = read(tmp_path, APERTUS)
+    assert (apertus.activation, apertus.gated, apertus.qk_norm, apertus.max_context) == ("xielu", False, "head", 65536)
+    (rope,) = apertus.ropes
+    assert (rope.kind, rope.theta, rope.factor) == ("llama3", 12e6, 8.0)
+    minitron = read(tmp_path, MINITRON)
+    assert (minitron.activation, minitron.norm_offset, minitron.ropes[0].rotary_dim) == ("relu2", 1, 64)
+    assert minitron.centred and minitron.norm_bias and not minitron.attention_bias
+
+
+def test_minicpm_is_granite_with_factors_told_otherwise(tmp_path: Path) -> None:
+    found = read(tmp_path, MINICPM4)
+    factors = ("scale_emb", "dim_model_base", "scale_depth", "mup_denominator")
+    told = {key: value for key, value in MINICPM4.items() if key not in factors}
+    told |= {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / 4**0.5, "logits_scaling": 16.0}
+    granite = read(tmp_path, {**told, "architectures": ["GraniteForCausalLM"], "attention_multiplier": 128**-0.5})
+    assert granite.attention_scale == 128**-0.5  # what it is where none is told
+    assert replace(found, name=granite.name, attention_scale=granite.attention_scale) == granite
