@@ -81,6 +81,11 @@ IN_PART: dict[str, Any] = {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
     },
 }  # fmt: skip
+# Of GLM-OCR's, which turn whole heads.
+OF_ALL: dict[str, Any] = {
+    "head_dim": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 5, 2]},
+}
 GLM_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 4, "topk_group": 2,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True,
@@ -144,6 +149,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         kind: (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration, IN_TILES | of_kind)
         for kind, of_kind in OF_TILES.items()
     },
+    "glm_ocr": (transformers.GlmOcrConfig, transformers.GlmOcrForConditionalGeneration, OF_ALL),
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration, {}),
@@ -158,7 +164,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 WITH_LINES = ("mistral", "ministral3")
 OF_GEMMA4 = ("gemma4", "gemma4_small")
-OF_GLM = ("glm4v", "glm4v_moe")
+OF_GLM = ("glm4v", "glm4v_moe", "glm_ocr")
 WITH_TILES = tuple(OF_TILES)
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
@@ -351,7 +357,7 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm4v", "internvl"))
+    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm", "internvl"))
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)

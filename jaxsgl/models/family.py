@@ -95,7 +95,7 @@ class VisionFamily:
       takes_turns: pairs of the three positions take turns; else they stand in order.
       activations: that the tower's MLPs may have; the first one is that of config.json without the key.
       gated, root_norms, patch_bias, layer_bias, first_norm, last_norm, norm_eps, rope_alternates: see `VisionArch`.
-      sandwich, head_norms, attention_scale, class_token, layer_scales: see `VisionArch`.
+      sandwich, head_norms, value_norms, attention_scale, class_token, layer_scales: see `VisionArch`.
       norm_key: the key that says "rms_norm" if `root_norms` hold, or "layer_norm"; None: they hold as told here.
       joint_norms_key: the key that says whether `joint_norms` of `VisionArch` hold; None: they don't.
       qkv_bias_key: the key that says whether q, k and v have biases; None: they do if `layer_bias` holds.
@@ -113,6 +113,8 @@ class VisionFamily:
       own_pixels: these are the tower's own, and the folder's processor does not normalize.
       keys: what keys of the tower are called, if not as in Qwen3-VL, by their names there.
       ffn_key: the key of F; None: it is `mlp_ratio` times M.
+      layer_bias_key: the key that says whether `layer_bias` holds; None: it does.
+      merger_ffn_key: the key of a "gated" merger's F; None: it is the decoder's size for each channel of pixels.
       defaults: values of keys that `vision_config` may leave out.
     """
 
@@ -136,6 +138,7 @@ class VisionFamily:
     norm_key: str | None = None
     joint_norms_key: str | None = None
     qkv_bias_key: str | None = None
+    value_norms: bool = False
     attention_scale: float | None = None
     rope_alternates: bool = False
     positions: Positions = "square"
@@ -153,6 +156,8 @@ class VisionFamily:
     required_beside: Mapping[str, bool | float | str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     ffn_key: str | None = "intermediate_size"
+    layer_bias_key: str | None = None
+    merger_ffn_key: str | None = "intermediate_size"
     defaults: Mapping[str, Any] = field(
         default_factory=lambda: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
     )

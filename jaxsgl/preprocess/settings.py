@@ -150,6 +150,8 @@ _QWEN2_VL = _OfModel(14, (3136, 1003520), (100352, 602112), *_CLIP, by_frame=Tru
 # By `model_type` of config.json; others are as Qwen3-VL.
 _MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
+# What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
+_GLM4V_TOKENS = {"glm4v": (151_343, 151_339), "glm4v_moe": (151_363, 151_339), "glm_ocr": (59_280, 59_256)}
 _GLM_CLASS = re.compile(r"(Glm4v|Glm46V)(?:Image|Video)?Processor(?:Fast|Pil)?")
 
 
@@ -175,7 +177,7 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_gemma4(folder, config, vision, image, video)
     if config.get("model_type") == "internvl":
         return _of_internvl(folder, config, vision, image, video)
-    if config.get("model_type") in ("glm4v", "glm4v_moe"):
+    if config.get("model_type") in _GLM4V_TOKENS:
         return _of_glm4v(folder, config, vision, image, video, both)
     sizes = {
         "patch_size": vision.get("patch_size", of_model.patch_size),
@@ -369,7 +371,7 @@ def _of_glm4v(
     tokenizer = _read(folder / "tokenizer_config.json")
     writes = _glm_class(folder, [each.get("processor_class") for each in (both, image, video, tokenizer)])
     samples = _glm_class(folder, [video.get("video_processor_type"), image.get("image_processor_type"), writes])
-    first = 151_343 if config["model_type"] == "glm4v" else 151_363
+    first, start = _GLM4V_TOKENS[config["model_type"]]
     try:
         settings = ProcessorSettings(
             **sizes,
@@ -377,8 +379,8 @@ def _of_glm4v(
             video=_pixels(video or _normalization(image), _GLM4V.video, _GLM4V),
             image_token_id=config.get("image_token_id", first),
             video_token_id=config.get("video_token_id", first + 1),
-            vision_start_token_id=config.get("image_start_token_id", 151_339),
-            vision_end_token_id=config.get("image_end_token_id", 151_340),
+            vision_start_token_id=config.get("image_start_token_id", start),
+            vision_end_token_id=config.get("image_end_token_id", start + 1),
             video_fps=float(video.get("fps") or 2),
             sampling="by length" if samples.startswith("Glm46V") else "steps",
             max_duration_s=float(video.get("max_duration") or 300),

@@ -431,6 +431,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "GlmForCausalLM": _FUSED_GATE_UP,
     "Glm4ForCausalLM": _GLM4,
     "Glm4vForConditionalGeneration": _GLM4,
+    "GlmOcrForConditionalGeneration": _GLM4,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _INDEXED,

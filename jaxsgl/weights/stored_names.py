@@ -24,6 +24,7 @@ _BESIDE_TOWER = {
     "Qwen3_5MoeForConditionalGeneration": _QWEN_TOWER,
     "Glm4vForConditionalGeneration": _QWEN_TOWER,
     "Glm4vMoeForConditionalGeneration": _QWEN_TOWER,
+    "GlmOcrForConditionalGeneration": _QWEN_TOWER,
     "Exaone4_5_ForConditionalGeneration": _QWEN_TOWER,
     "Kimi_K25ForConditionalGeneration": ("model.vision_tower.", "model.mm_projector."),
     "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,

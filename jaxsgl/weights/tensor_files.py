@@ -325,6 +325,7 @@ _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PREDICT_MORE = (
     "Glm4MoeForCausalLM",
     "Glm4vMoeForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
     "GlmMoeDsaForCausalLM",

@@ -73,6 +73,8 @@ _GLM4V = _QWEN2_5_VL | {
     "merger.fc2": _Of((_VISUAL + "merger.down_proj",), ("D", "VU")),
 }
 
+_GLM_OCR = _GLM4V | {f"{part}_norm": _Of((f"{_BLOCK}attn.{part}_norm",), ("VH",)) for part in "qk"}
+
 _TOWER, _LAYER = "model.vision_tower.", "model.vision_tower.transformer.layers.{}."
 _PROJECTOR = "model.multi_modal_projector."
 _MISTRAL3: dict[str, _Of] = {
@@ -158,6 +160,7 @@ _TOWERS = {
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
+    "GlmOcrForConditionalGeneration": _GLM_OCR,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},

@@ -60,6 +60,7 @@ def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
             ("qwen2_5_vl", 16),
             ("glm4v_moe", 1),
             ("qwen3_vl_moe", 1),
+            ("glm_ocr", 1),
         ],
         every=4,
     ),

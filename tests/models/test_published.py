@@ -82,6 +82,27 @@ MINICPM4: dict[str, Any] = {
 }  # fmt: skip
 
 
+GLM_OCR: dict[str, Any] = {
+    "architectures": ["GlmOcrForConditionalGeneration"], "model_type": "glm_ocr", "image_start_token_id": 59256,
+    "image_end_token_id": 59257, "video_start_token_id": 59258, "video_end_token_id": 59259, "image_token_id": 59280,
+    "video_token_id": 59281, "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "glm_ocr_text", "pad_token_id": 59246, "vocab_size": 59392, "eos_token_id": [59246, 59253],
+        "head_dim": 128, "attention_bias": False, "hidden_act": "silu", "hidden_size": 1536, "intermediate_size": 4608,
+        "max_position_embeddings": 131072, "num_attention_heads": 16, "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default", "mrope_section": [16, 24, 24], "partial_rotary_factor": 1.0, "rope_theta": 10000,
+        },
+    },
+    "vision_config": {
+        "model_type": "glm_ocr_vision", "hidden_size": 1024, "depth": 24, "num_heads": 16, "attention_bias": True,
+        "intermediate_size": 4096, "hidden_act": "silu", "image_size": 336, "patch_size": 14, "out_hidden_size": 1536,
+        "rms_norm_eps": 1e-05, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+}  # fmt: skip
+
+
 def read(folder: Path, values: dict[str, Any]) -> ModelArch:
     (folder / "config.json").write_text(json.dumps(values))
     return ModelArch.from_folder(folder)
@@ -106,6 +127,16 @@ def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized
     assert [layer.matrices - layer.unquantized for layer in arch.layers] == [set(), {"experts"}, {"experts"}]
     text = {key: value for key, value in KIMI_K25["text_config"].items() if key != "quantization_config"}
     assert read(tmp_path, {**KIMI_K25, "text_config": text, "quantization_config": _INT4}) == arch
+
+
+def test_glm_ocr_is_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, GLM_OCR)
+    tower = arch.vision
+    assert tower is not None and (tower.table_side, tower.ffn_size, tower.merger_ffn_size) == (0, 4096, 4608)
+    assert tower.layer_bias and tower.head_norms and not tower.value_norms and not tower.first_norm
+    assert (arch.head_dim, arch.ropes[0].sections, arch.ropes[0].rotary_dim) == (128, (16, 24, 24), None)
+    bare = {**GLM_OCR, "vision_config": {**GLM_OCR["vision_config"], "attention_bias": False}}
+    assert read(tmp_path, bare).vision == replace(tower, layer_bias=False)
 
 
 def test_apertus_and_minitron_are_understood(tmp_path: Path) -> None:

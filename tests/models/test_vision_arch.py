@@ -288,12 +288,20 @@ def test_a_published_config_of_glm_45v_gives_a_tower_and_three_positions(tmp_pat
     assert read_values(tmp_path, {**GLM4_5V, "text_config": text}) == arch, "as transformers 5 writes it"
 
 
-@pytest.mark.parametrize("kind", ["glm4v", "glm4v_moe"])
-def test_what_a_config_of_glm_4v_leaves_out_is_as_in_transformers(kind: str, tmp_path: Path) -> None:
-    name = {"glm4v": "Glm4vForConditionalGeneration", "glm4v_moe": "Glm4vMoeForConditionalGeneration"}[kind]
-    text: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2, "vocab_size": 99}
+@pytest.mark.parametrize(
+    ("kind", "name", "size"),
+    [
+        ("glm4v", "Glm4vForConditionalGeneration", 4096),
+        ("glm4v_moe", "Glm4vMoeForConditionalGeneration", 4096),
+        ("glm_ocr", "GlmOcrForConditionalGeneration", 1536),
+    ],
+)
+def test_what_a_config_of_glm_4v_leaves_out_is_as_in_transformers(
+    kind: str, name: str, size: int, tmp_path: Path
+) -> None:
+    text: dict[str, Any] = {"hidden_size": size, "num_attention_heads": 32, "num_hidden_layers": 2, "vocab_size": 99}
     text |= {"n_routed_experts": 8, "moe_intermediate_size": 32} if kind == "glm4v_moe" else {}
-    text |= {"intermediate_size": 64, "partial_rotary_factor": 0.5}
+    text |= {"intermediate_size": 64, "partial_rotary_factor": 0.5, "head_dim": 128}
     told = {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": {"patch_size": 14}}
     found = read_values(tmp_path, told)
     whole = {**AutoConfig.from_pretrained(tmp_path).to_dict(), "architectures": [name]}

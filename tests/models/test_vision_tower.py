@@ -49,8 +49,8 @@ FLOAT32 = jnp.dtype(jnp.float32)
 @pytest.mark.parametrize(
     "kind",
     [
-        "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "internvl", "internvl_moe", "mistral", "qwen2_vl",
-        "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+        "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "glm_ocr", "internvl", "internvl_moe", "mistral",
+        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     ],
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
@@ -135,7 +135,11 @@ def test_layouts_of_thin_and_least_images() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "is_video"),
-    [(kind, is_video) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v") for is_video in (False, True)]
+    [
+        (kind, is_video)
+        for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm_ocr")
+        for is_video in (False, True)
+    ]
     + [("qwen3_5", True)],
 )
 def test_positions_of_tokens_are_those_of_transformers(kind: str, is_video: bool, tmp_path: Path) -> None:

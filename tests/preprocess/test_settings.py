@@ -191,6 +191,14 @@ def test_a_folder_of_glm_45v_without_a_processor_has_transformers_settings(tmp_p
     assert load_settings(write(tmp_path, config=bare)) == expected
 
 
+def test_a_folder_of_glm_ocr_has_tokens_of_its_own(tmp_path: Path) -> None:
+    bare = {"model_type": "glm_ocr", "vision_config": {"patch_size": 14}}
+    found = load_settings(write(tmp_path, config=bare, preprocessor_config=GLM4V_IMAGE))
+    assert found is not None and found.frame_token_id == 59_280
+    told = (found.image_token_id, found.video_token_id, found.vision_start_token_id, found.vision_end_token_id)
+    assert told == (59_280, 59_281, 59_256, 59_257) and found.image == STEPPED.image
+
+
 @pytest.mark.parametrize("file", ["preprocessor_config", "processor_config", "tokenizer_config"])
 def test_the_class_of_glm_46vs_processor_says_how_times_are_told_and_frames_found(file: str, tmp_path: Path) -> None:
     """Each by its own class, as transformers finds them."""

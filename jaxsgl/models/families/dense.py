@@ -263,6 +263,20 @@ GLM4V_TOKENS = frozenset(
     {"image_start_token_id", "image_end_token_id", "image_token_id", "video_start_token_id", "video_end_token_id"}
 )
 
+_GLM4V = replace(
+    _GLM,
+    norms="sandwich",
+    section="text_config",
+    vision=GLM4V_TOWER,
+    defaults={
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32_768,
+    },
+    ignored=GLM4V_TOKENS,
+)
+
 # EXAONE 4.0, which sees images in 4.5; the text alone is served of that.
 _EXAONE4 = Family(
     norms="post",
@@ -563,6 +577,7 @@ DENSE: dict[str, Family] = {
             layer_bias=False,
             sandwich=True,
             head_norms=True,
+            value_norms=True,
             attention_scale=1.0,
             positions="axes",
             merger="scaled",
@@ -609,18 +624,32 @@ DENSE: dict[str, Family] = {
             "vision_soft_tokens_per_image",
         },
     ),
-    "Glm4vForConditionalGeneration": replace(
-        _GLM,
-        norms="sandwich",
-        section="text_config",
-        vision=GLM4V_TOWER,
-        defaults={
-            "num_key_value_heads": 2,
-            "attention_bias": True,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 32_768,
-        },
-        ignored=GLM4V_TOKENS,
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "GlmOcrForConditionalGeneration": replace(
+        _GLM4V,
+        qkv_bias=False,
+        vision=replace(
+            GLM4V_TOWER,
+            image_token_id=59_280,
+            video_token_id=59_281,
+            first_norm=False,
+            head_norms=True,
+            layer_bias=True,
+            layer_bias_key="attention_bias",
+            positions="none",
+            ffn_key="intermediate_size",
+            merger_ffn_key=None,
+            defaults={
+                "depth": 24,
+                "num_heads": 16,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "out_hidden_size": 1536,
+                "patch_size": 14,
+            },
+        ),
+        defaults={**_GLM4V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
+        ignored=GLM4V_TOKENS | {"attention_bias", "image_size", "num_nextn_predict_layers"},
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,

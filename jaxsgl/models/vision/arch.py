@@ -25,8 +25,8 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to 4.6V, Mistral 3 (Pixtral's), Gemma 3 (SigLIP) and 4, or
-    InternVL.
+    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), Gemma 3 (SigLIP), Gemma 4
+    or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -46,7 +46,7 @@ class VisionArch:
       patch_bias, layer_bias, merger_bias: the product with pixels has a bias; those of layers; those of the merger.
       first_norm, last_norm: patches pass a norm before the first layer, or after the last one.
       sandwich: what attention and the MLP make passes a norm before it is added.
-      head_norms: each head's queries and keys pass norms before they turn, and its values one without scales.
+      head_norms, value_norms: each head's queries and keys pass norms before they turn; its values one without scales.
       joint_norms: queries of all heads pass one norm together, and keys another one.
       qkv_bias: queries, keys and values have biases, if those of layers are there.
       class_token: each image has one more patch in all layers, which is the same for all images, and becomes no token.
@@ -105,6 +105,7 @@ class VisionArch:
     qkv_bias: bool = True
     class_token: bool = False
     layer_scales: bool = False
+    value_norms: bool = False
     attention_scale: float | None = None
     clips: bool = False
     norm_eps: float = 1e-6
@@ -209,7 +210,8 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         gated=family.gated,
         root_norms=_read_root_norms(config, family),
         patch_bias=family.patch_bias,
-        layer_bias=family.layer_bias,
+        layer_bias=family.layer_bias
+        and (family.layer_bias_key is None or bool(config.get(family.layer_bias_key, True))),
         merger_bias=_has_merger_bias(whole, family),
         first_norm=family.first_norm,
         last_norm=family.last_norm,
@@ -219,6 +221,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         qkv_bias=family.qkv_bias_key is None or bool(config.get(family.qkv_bias_key, False)),
         class_token=family.class_token,
         layer_scales=family.layer_scales,
+        value_norms=family.value_norms,
         attention_scale=family.attention_scale,
         clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
         norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
@@ -226,7 +229,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
-        merger_ffn_size=config.count("intermediate_size") if family.merger == "gated" else 0,
+        merger_ffn_size=_read_merger_ffn(config, family, hidden_size) if family.merger == "gated" else 0,
         standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,
         image_tokens=(image_side // merge_size) ** 2,
@@ -241,6 +244,10 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     )
     _check(arch, config, family.keys.get("out_hidden_size", "out_hidden_size"), hidden_size)
     return _as_processed(arch, family, whole.path.parent)
+
+
+def _read_merger_ffn(config: ConfigFile, family: VisionFamily, hidden_size: int) -> int:
+    return hidden_size * CHANNELS if family.merger_ffn_key is None else config.count(family.merger_ffn_key)
 
 
 def _read_ahead(whole: ConfigFile, family: VisionFamily) -> Ahead:

@@ -251,6 +251,7 @@ class Tower(Matrices):
         q, k, v = self._heads(_normalized(self, "norm1", x_PM, of, arch.norm_eps), of)
         if arch.head_norms:
             q, k = (root_norm(each, of(name), arch.norm_eps) for each, name in ((q, "q_norm"), (k, "k_norm")))
+        if arch.value_norms:
             v = root_norm(v, None, arch.norm_eps)
         q, k = (rotate(each, around.cos, around.sin) if arch.turns else each for each in (q, k))
         out = self._attention(layer, q, k, v, around)
