@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.sums import row_sums, softmax
 
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen"]
 
 TINY = 1e-20  # keeps a sum of sigmoids from being 0
 
@@ -23,8 +23,8 @@ class Router:
 
     Attributes:
       top_k: how many are chosen: those of the highest scores.
-      score: what makes scores of logits. "softmax_of_chosen": the logits rank the experts, and the softmax is that of
-        the chosen ones.
+      score: what makes scores of logits. "softmax_of_chosen" and "sigmoid_of_chosen": the logits rank the experts, and
+        scores are those of the chosen ones alone.
       renormalize: the scores of the chosen experts are divided by their sum.
       scale: factor on the shares.
       num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose best
@@ -72,6 +72,8 @@ def choose_by_xla(
     shares = jnp.take_along_axis(scores, experts, axis=-1)
     if router.score == "softmax_of_chosen":
         shares = softmax(shares)
+    elif router.score == "sigmoid_of_chosen":
+        shares = jax.nn.sigmoid(shares)
     if router.renormalize:
         shares = shares / (row_sums(shares, keepdims=True) + TINY)
     shares = shares * router.scale

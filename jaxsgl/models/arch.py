@@ -449,7 +449,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{config.path}: {num_heads} heads can't share {num_kv_heads} kv heads evenly")
     layers = read_layers(config, family, KvHeads(num_kv_heads, head_dim), latent)
-    rms_norm_eps = config.number(family.norm_eps_key, 1e-6)
+    is_root = family.root_norm_key is not None and config.get(family.root_norm_key) is not None
+    rms_norm_eps = config.number((is_root and family.root_norm_key) or family.norm_eps_key, 1e-6)
 
     def bias(of_family: bool | None, key: str) -> bool:
         return bool(config.get(key, False)) if of_family is None else of_family
@@ -486,7 +487,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         names_dtype=dtype is not None,
         eos_token_ids=read_end_tokens(generation, whole, config),
         norms=family.norms if _holds(config, family.norms_key) else "pre",
-        centred=family.centred,
+        centred=family.centred and not is_root,
         norm_bias=family.norm_bias,
         parallel=family.parallel if _holds(config, family.parallel_key) else None,
         norm_offset=family.norm_offset,

@@ -40,6 +40,7 @@ class MoeFamily:
       count_keys: names of the number of experts; checkpoints have one of them, or several with the same value.
       ffn_key: the key of an expert's F.
       score, choice_bias, router_bias, expert_bias: see `Router` and `MoeMlp`.
+      score_key: the key that says which score it is, of the chosen experts alone; None: `score`.
       choice_bias_key: the key that says whether `choice_bias` holds; None: it does.
       renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
       grouped: `n_group`, `topk_group` and `scale_key` hold.
@@ -47,6 +48,8 @@ class MoeFamily:
       shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
       shared_ffn_key: the key of F of the shared experts, taken together; all of a layer's MLP where a family that has
         this key has no others.
+      shared_mean_key: the key that says whether the results of the shared experts and of the others are added ("sum")
+        or their mean taken ("average"); None: they are added.
       latent_key: the key of `MoeMlp.latent_size`; None: experts read x.
       shared_gate, scales_inputs: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
@@ -59,6 +62,7 @@ class MoeFamily:
         `moe_layer_interval`th from `moe_layer_start_index` to `moe_layer_end_index`. "unlisted": all but `moe_layers`,
         or without these but every `interleave_moe_layer_step`th.
       first_dense_key: the key of the number of such first layers.
+      dense_ffn_key: the key of F of plain MLPs where it is set; None: `intermediate_size` is.
     """
 
     count_keys: tuple[str, ...]
@@ -66,6 +70,7 @@ class MoeFamily:
     score: Score = "softmax"
     renormalize: bool | None = None
     choice_bias: bool = False
+    score_key: str | None = None
     choice_bias_key: str | None = None
     router_bias: bool = False
     expert_bias: bool = False
@@ -73,6 +78,7 @@ class MoeFamily:
     scale_key: str = "routed_scaling_factor"
     shared_key: str | None = None
     shared_ffn_key: str | None = None
+    shared_mean_key: str | None = None
     shared_gate: bool = False
     scales_inputs: bool = False
     latent_key: str | None = None
@@ -82,6 +88,7 @@ class MoeFamily:
     expert_factors: bool = False
     dense_layers: Literal["none", "steps", "first", "outside", "unlisted"] = "none"
     first_dense_key: str = "first_k_dense_replace"
+    dense_ffn_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,8 @@ class Family:
       norms_key: the key that says whether `norms` are "sandwich"; else they are "pre". None: they are as told here.
       norm_eps_key: the key of what is added to mean squares.
       centred: norms take the mean of a row away first (LayerNorm); else they don't (RMSNorm).
+      root_norm_key: what is added to mean squares by RMSNorm, which norms are where this key is set, whatever `centred`
+        says; None: there is none.
       norm_bias: norms add a bias.
       parallel: see `ModelArch`.
       parallel_key: the key that says whether `parallel` holds; None: it does.
@@ -219,8 +228,8 @@ class Family:
       grows_unturned: queries of layers without a rope grow, if `attn_temperature_tuning`, as `attn_scale` and
         `floor_scale` say.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
-        none has one. "windows alone": those with windows. "type": all if `position_embedding_type` is "rope", else
-        none. "none": none has.
+        none has one. "windows alone": those with windows. "windows or dense": those, and those without experts. "type":
+        all if `position_embedding_type` is "rope", else none. "none": none has.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       caps_logits: logits alone may have a soft cap.
       attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
@@ -258,6 +267,7 @@ class Family:
     norms_key: str | None = None
     norm_eps_key: str = "rms_norm_eps"
     centred: bool = False
+    root_norm_key: str | None = None
     norm_bias: bool = False
     parallel: Parallel | None = None
     parallel_key: str | None = None
@@ -294,7 +304,7 @@ class Family:
     alpha_stretches: bool = False
     grows_queries: bool = False
     grows_unturned: bool = False
-    turned_layers: Literal["all", "told", "windows", "windows alone", "type", "none"] = "all"
+    turned_layers: Literal["all", "told", "windows", "windows alone", "windows or dense", "type", "none"] = "all"
     caps: bool = False
     caps_logits: bool = False
     attention_scale: float | None = None

@@ -29,6 +29,7 @@ from jaxsgl.models.recurrent_config import (
 )
 from jaxsgl.models.rope import RopeParams, read_rope
 from pallas_kernels import Router
+from pallas_kernels.routing import Score
 
 CHUNKED = "chunked_attention"
 _OF_ROUTERS = ("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
@@ -59,8 +60,11 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     types = _read_types(config, family, is_turned) if blocks is None else blocks
     if family.turned_layers == "windows" and config.get("sliding_window") is not None:
         is_turned = [each == SLIDING for each in types]
-    if family.turned_layers == "windows alone":
+    if family.turned_layers in ("windows alone", "windows or dense"):
         is_turned = [each == SLIDING and config.get("sliding_window") is not None for each in types]
+    mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
+    if family.turned_layers == "windows or dense":
+        is_turned = [turned or isinstance(mlp, DenseMlp) for turned, mlp in zip(is_turned, mlps, strict=True)]
     if family.own_parts:
         types = read_own_types(config, types, FULL)
         check_own_ropes(config, types)
@@ -77,7 +81,6 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     max_context = max(_read_max_context(config, family), *stretched, 0)
     window, chunk = _read_window(config, family, max_context), _read_chunk(config, family, max_context)
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
-    mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
     if RECURRENT in types:
@@ -154,8 +157,9 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
     elif family.windows == "listed":
         slides = [False] * num_layers
     else:
-        place = 0 if family.full_first else -1
-        slides = [not pattern or (i - place) % pattern != 0 for i in range(num_layers)]
+        dense = config.get("first_k_dense_replace", 0) if family.turned_layers == "windows or dense" else 0
+        place = dense + (0 if family.full_first else -1)
+        slides = [i >= dense and (not pattern or (i - place) % pattern != 0) for i in range(num_layers)]
     limited = CHUNKED if family.windows == "chunks" else SLIDING
     told = config.get("layer_types") or [limited if each else FULL for each in slides]
     for each in _of_each_layer(config, "layer_types", told, num_layers):
@@ -300,7 +304,8 @@ def read_mlps(config: ConfigFile, family: Family, num_layers: int) -> Sequence[D
     is_dense = _read_dense_layers(config, moe, num_layers)
     mixture = _read_mixture(config, moe)
     config.get("intermediate_size")  # without meaning where no layer is dense
-    return [DenseMlp(_read_ffn_size(config, family)) if dense else mixture for dense in is_dense]
+    dense_key = moe.dense_ffn_key if moe.dense_ffn_key and config.get(moe.dense_ffn_key) else "intermediate_size"
+    return [DenseMlp(config.count(dense_key)) if dense else mixture for dense in is_dense]
 
 
 def _read_ffn_size(config: ConfigFile, family: Family) -> int:
@@ -354,14 +359,16 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
     told = [key for key in family.count_keys if config.get(key) is not None and key in config.values]
     key = next(iter(told), family.count_keys[0])
     num_experts, ffn_size = config.count(key), config.count(family.ffn_key)
+    shared_size = _read_shared_size(config, family, ffn_size)
+    half = _read_half(config, family) if shared_size else 1.0
     by_groups = family.grouped and config.get("topk_method") != "greedy"
     if family.grouped and not by_groups:  # published folders give their numbers all the same
         config.skip("n_group", "topk_group")
     router = Router(
         top_k=config.count(family.top_k_key),
-        score=family.score,
+        score=_read_score(config, family),
         renormalize=bool(config.get("norm_topk_prob", False)) if family.renormalize is None else family.renormalize,
-        scale=config.number(family.scale_key, 1.0) if family.grouped else 1.0,
+        scale=(config.number(family.scale_key, 1.0) if family.grouped else 1.0) * half,
         num_groups=config.count("n_group", 1) if by_groups else 1,
         top_groups=config.count("topk_group", 1) if by_groups else 1,
         group_best=1 if by_groups and family.score == "softmax" else 2,
@@ -385,7 +392,6 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
             "times their share are only served where a token has 1"
         )
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
-    shared_size = _read_shared_size(config, family, ffn_size)
     is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
     return MoeMlp(
         num_experts,
@@ -394,11 +400,35 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         bias=family.expert_bias,
         clamp=clamp,
         shared_ffn_size=shared_size,
+        shared_scale=half,
         shared_gate=family.shared_gate,
         expert_factors=family.expert_factors,
         latent_size=config.count(family.latent_key) if is_latent and family.latent_key else 0,
         scales_inputs=family.scales_inputs,
     )
+
+
+_SCORES: dict[str, Score] = {"softmax": "softmax_of_chosen", "sigmoid": "sigmoid_of_chosen"}
+
+
+def _read_score(config: ConfigFile, family: MoeFamily) -> Score:
+    if family.score_key is None:
+        return family.score
+    return _SCORES[_one_of(config, family.score_key, tuple(_SCORES))]
+
+
+def _read_half(config: ConfigFile, family: MoeFamily) -> float:
+    """The factor on the results of shared experts and of the others before they are added."""
+    if family.shared_mean_key is None:
+        return 1.0
+    return 1.0 if _one_of(config, family.shared_mean_key, ("sum", "average")) == "sum" else 0.5
+
+
+def _one_of(config: ConfigFile, key: str, words: tuple[str, ...]) -> str:
+    word = config.get(key)
+    if word not in words:
+        raise CheckpointError(f"{config.path}: {key} is {word}, but must be {' or '.join(words)}")
+    return str(word)
 
 
 def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> int:

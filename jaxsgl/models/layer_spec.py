@@ -243,6 +243,7 @@ class MoeMlp:
       bias: the experts' products have biases.
       clamp: the experts' gated unit; None: the model's activation.
       shared_ffn_size: F of the experts that all tokens pass through, as one MLP; 0: there are none.
+      shared_scale: factor on their result.
       shared_gate: their result is multiplied by a sigmoid of each token.
       expert_factors: an expert's share is multiplied by a number of its own.
       padding: units of zeros after an expert's F, so that devices have whole groups of weights.
@@ -257,6 +258,7 @@ class MoeMlp:
     bias: bool = False
     clamp: Clamp | None = None
     shared_ffn_size: int = 0
+    shared_scale: float = 1.0
     shared_gate: bool = False
     expert_factors: bool = False
     padding: int = 0

@@ -100,7 +100,7 @@ class MoE(Matrices):
         self.unit = GatedUnit(arch.activation) if clamp is None else GatedUnit(limit=clamp.limit, alpha=clamp.alpha)
         float32 = jnp.dtype(jnp.float32)
         # Scores that a bias or a sigmoid brings close together: such models compute their logits in float32.
-        is_exact = spec.router.score == "sigmoid" or spec.router.choice_bias
+        is_exact = spec.router.score.startswith("sigmoid") or spec.router.choice_bias
         self.declare("router", (e, d), (None, None), float32 if is_exact else dtype, None, fan_in=d)
         self.router_bias = vector((e,), (None,), dtype, mean=0.0) if spec.router.bias else None
         self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
@@ -174,11 +174,11 @@ class MoE(Matrices):
     def _joined(self, num_rows: int, backend: str) -> _Joined | None:
         """This device's weights, if its products with experts are to read the shared ones, too; None: these are an MLP.
 
-        Shared ones must be a few whole experts more, on devices that have a part of each expert, and no weights may be
-        quantized. In fixed order they are an MLP for any number of rows.
+        Shared ones must be a few whole experts more, with a share of 1 or a gate, on devices that have a part of each
+        expert, and no weights may be quantized. In fixed order they are an MLP for any number of rows.
         """
         spec, shared = self.spec, self.shared
-        if shared is None or backend not in ON_GPUS or is_order_fixed():
+        if shared is None or spec.shared_scale != 1 or backend not in ON_GPUS or is_order_fixed():
             return None
         is_plain = spec.clamp is None and not spec.bias and not spec.expert_factors and shared.down_bias is None
         reads_x = not spec.latent_size and not spec.scales_inputs
@@ -237,7 +237,7 @@ class MoE(Matrices):
         return product(x_TD, self.matrix("shared_gate"), jnp.float32)[:, 0] if self.spec.shared_gate else None
 
     def _shared(self, shared: MLP, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
-        out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD)
+        out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD) * self.spec.shared_scale
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 

@@ -134,6 +134,17 @@ NAMES: dict[str, ExpertNames] = {
     ),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
+    "Kolibri1ForCausalLM": ExpertNames(
+        block="model.layers.{}.",
+        router="mlp.gate.weight",
+        choice_bias=("moe.router.expert_bias", ("E",)),
+        gate="mlp.experts.{}.gate_proj.weight",
+        up="mlp.experts.{}.up_proj.weight",
+        down="mlp.experts.{}.down_proj.weight",
+        stacked_gate_up="mlp.experts.gate_up_proj",
+        stacked_down="mlp.experts.down_proj",
+        shared="mlp.shared_experts.",
+    ),
     "HYV3ForCausalLM": ExpertNames(
         router="router.gate.weight",
         choice_bias=("expert_bias", ("E",)),

@@ -424,6 +424,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Exaone4ForCausalLM": _AFTER,
     "Exaone4_5_ForConditionalGeneration": _AFTER,
     "HyperCLOVAXForCausalLM": _HYPERCLOVAX,
+    "Kolibri1ForCausalLM": _layer_norms(attention_out_norm="post_attn_norm", mlp_out_norm="post_ffn_norm"),
     "HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "HunYuanMoEV1ForCausalLM": _HUNYUAN,
     "Llama4ForCausalLM": _FEED_FORWARD,

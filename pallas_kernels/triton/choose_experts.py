@@ -139,6 +139,8 @@ def _shares(router: Router, shares: jax.Array, is_choice: jax.Array) -> jax.Arra
     """Shares of scores `[tokens, choices]`, which are zeros where there is no choice."""
     if router.score == "softmax_of_chosen":
         shares = _softmax(shares, is_choice)
+    elif router.score == "sigmoid_of_chosen":
+        shares = jnp.where(is_choice, jax.nn.sigmoid(shares), 0.0)
     if router.renormalize:
         shares = shares / (jnp.sum(shares, axis=1)[:, None] + TINY)
     return shares * router.scale

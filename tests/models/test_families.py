@@ -35,7 +35,9 @@ UNTRIED = {
         ("num_hidden_layers",),
     ),
     "cwm": ("num_hidden_layers", "hidden_size", "num_attention_heads"),
-    **dict.fromkeys(("ministral", "mellum", "exaone_moe", "afmoe", "cohere2"), ("num_hidden_layers",)),
+    **dict.fromkeys(
+        ("ministral", "mellum", "exaone_moe", "afmoe", "cohere2", "cohere2_moe", "kolibri1"), ("num_hidden_layers",)
+    ),
     **dict.fromkeys(("jais2", "minicpm3"), ("hidden_size", "num_attention_heads")),
     "hyperclovax": ("attention_multiplier", "hidden_size", "num_attention_heads"),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
@@ -112,7 +114,7 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
             "gemma4"
         ):  # which have ropes of other kinds alone
             continue
-        if kind in ("gpt_neox", "gpt2", "opt"):  # which have other words, or no rope
+        if kind in ("cohere2_moe", "gpt_neox", "gpt2", "opt"):  # which have other words, or no rope
             continue
         values = {key: value for key, value in configuration(kind).items() if key != "rope_parameters"}
         values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}

@@ -38,7 +38,7 @@ KINDS = (
     "llama_tied", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5", "mistral", "olmo3", "glm", "glm4", "smollm3",
     "gemma", "gemma2", "qwen2", "seed_oss", "granite", "hunyuan", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2",
     "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gemma4_small", "gemma4_moe",
-    "llama4", "hunyuan_moe", "glm_moe_dsa", "apertus", "nemotron",
+    "llama4", "hunyuan_moe", "glm_moe_dsa", "apertus", "cohere2_moe", "nemotron",
 )  # fmt: skip
 
 

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import Latent, MoeMlp
 
@@ -103,6 +106,18 @@ GLM_OCR: dict[str, Any] = {
 }  # fmt: skip
 
 
+NORTH: dict[str, Any] = {
+    "architectures": ["Cohere2MoeForCausalLM"], "model_type": "cohere2_moe", "attention_bias": False,
+    "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 768, "layer_norm_eps": 1e-05, "logit_scale": 1.0,
+    "max_position_embeddings": 500000, "norm_topk_prob": False, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 6, "num_key_value_heads": 4, "num_shared_experts": 0,
+    "prefix_dense_intermediate_size": 3072, "prefix_dense_sliding_window_pattern": 1, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000, "shared_expert_combination_strategy": "average", "sliding_window": 4096,
+    "sliding_window_pattern": 4, "tie_word_embeddings": True, "use_parallel_block": True, "vocab_size": 262144,
+}  # fmt: skip
+
+
 def read(folder: Path, values: dict[str, Any]) -> ModelArch:
     (folder / "config.json").write_text(json.dumps(values))
     return ModelArch.from_folder(folder)
@@ -127,6 +142,32 @@ def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized
     assert [layer.matrices - layer.unquantized for layer in arch.layers] == [set(), {"experts"}, {"experts"}]
     text = {key: value for key, value in KIMI_K25["text_config"].items() if key != "quantization_config"}
     assert read(tmp_path, {**KIMI_K25, "text_config": text, "quantization_config": _INT4}) == arch
+
+
+def test_coheres_mixtures_are_understood_in_all_their_forms(tmp_path: Path) -> None:
+    arch = read(tmp_path, NORTH)
+    assert [layer.mlp.ffn_size for layer in arch.layers if layer.mlp is not None] == [3072, *[768] * 5]
+    assert [layer.window for layer in arch.layers] == [None, 4096, 4096, 4096, None, 4096]
+    assert [layer.rope for layer in arch.layers] == [0, 0, 0, 0, None, 0] and not arch.centred
+    assert arch.mixture is not None and arch.logits_divisor is None
+    router = arch.mixture.router
+    assert (router.score, router.renormalize, router.scale, router.top_k) == ("sigmoid_of_chosen", False, 1.0, 8)
+    changes = {"rms_norm_eps": None, "num_shared_experts": 4, "expert_selection_fn": "softmax"}
+    shared = read(tmp_path, {**NORTH, **changes})
+    assert shared.centred and shared.mixture is not None and shared.mixture.router.score == "softmax_of_chosen"
+    assert (shared.mixture.shared_ffn_size, shared.mixture.shared_scale, shared.mixture.router.scale) == (
+        3072,
+        0.5,
+        0.5,
+    )
+    added = read(tmp_path, {**NORTH, **changes, "shared_expert_combination_strategy": "sum"}).mixture
+    assert added is not None and (added.shared_scale, added.router.scale) == (1.0, 1.0)
+    for key, value, words in (
+        ("expert_selection_fn", "relu", "expert_selection_fn is relu, but must be softmax or sigmoid"),
+        ("prefix_dense_sliding_window_pattern", 4, "prefix_dense_sliding_window_pattern is 4, but .* where it is 1"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            read(tmp_path, {**NORTH, key: value})
 
 
 def test_glm_ocr_is_understood(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ ROUTERS = {
     "mixtral": (Router(2, renormalize=True), 8),
     "gpt-oss": (Router(4, "softmax_of_chosen"), 32),
     "glm4": (Router(3, "sigmoid", True, 2.5, choice_bias=True), 24),
+    "kolibri1": (Router(6, "sigmoid_of_chosen", True, choice_bias=True), 24),
     "all": (Router(5), 5),
     "deepseek-v3": (Router(4, "sigmoid", True, 2.5, 8, 3, choice_bias=True), 48),
     "deepseek-v2": (Router(3, num_groups=6, top_groups=2, group_best=1), 30),
@@ -114,7 +115,7 @@ def test_logits_that_do_not_fit_are_errors(logits: jax.Array, bias: jax.Array | 
         group_by_expert(jnp.zeros((3, 2), jnp.int32), 4, jnp.ones(2, bool))
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"])
 def test_of_equal_scores_the_first_experts_are_chosen(score: Any) -> None:
     logits = jnp.asarray([[0, 1, 1, 0, 1, 1, 0], [2, 2, 2, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, -jnp.inf]], jnp.float32)
     experts, _ = choose_experts(Router(5, score), logits, backend="triton", interpret=True)

@@ -22,6 +22,28 @@ _COHERE = Family(
     },
 )
 
+# Dense, and with experts.
+COHERE2 = replace(
+    _COHERE,
+    windows="always",
+    full_every=4,
+    turned_layers="windows alone",
+    defaults={**_COHERE.defaults, "sliding_window": 4096},
+    # What its own code is whatever these say.
+    ignored=frozenset(
+        {
+            "layer_switch",
+            "order_of_interleaved_layers",
+            "position_embedding_type",
+            "rotary_pct",
+            "use_embedding_sharing",
+            "use_gated_activation",
+            "use_parallel_block",
+            "use_parallel_embedding",
+        }
+    ),
+)
+
 # What all the others have in common.
 _WITH_BIAS = Family(norm_eps_key="layer_norm_eps", centred=True, norm_bias=True, defaults={"layer_norm_eps": 1e-5})
 
@@ -32,26 +54,7 @@ LAYER_NORMS: dict[str, Family] = {
         qk_norm_key="use_qk_norm",
         defaults={**_COHERE.defaults, "rope_theta": 500_000.0},
     ),
-    "Cohere2ForCausalLM": replace(
-        _COHERE,
-        windows="always",
-        full_every=4,
-        turned_layers="windows alone",
-        defaults={**_COHERE.defaults, "sliding_window": 4096},
-        # What its own code is whatever these say.
-        ignored=frozenset(
-            {
-                "layer_switch",
-                "order_of_interleaved_layers",
-                "position_embedding_type",
-                "rotary_pct",
-                "use_embedding_sharing",
-                "use_gated_activation",
-                "use_parallel_block",
-                "use_parallel_embedding",
-            }
-        ),
-    ),
+    "Cohere2ForCausalLM": COHERE2,
     "Starcoder2ForCausalLM": replace(
         _WITH_BIAS,
         norm_eps_key="norm_epsilon",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, HUNYUAN, QWEN3_VL
+from jaxsgl.models.families.layer_norms import COHERE2
 from jaxsgl.models.family import Family, MoeFamily
 
 GRANITE_MOE = MoeFamily(
@@ -352,6 +353,58 @@ MIXTURES: dict[str, Family] = {
         ignored=frozenset(
             {"first_k_dense_replace", "partial_rotary_factor", "use_qk_norm", "num_nextn_predict_layers"}
         ),
+    ),
+    "Cohere2MoeForCausalLM": replace(
+        COHERE2,
+        root_norm_key="rms_norm_eps",
+        turned_layers="windows or dense",
+        moe=MoeFamily(
+            ("num_experts", "num_local_experts"),
+            ffn_key="intermediate_size",
+            score_key="expert_selection_fn",
+            shared_key="num_shared_experts",
+            shared_mean_key="shared_expert_combination_strategy",
+            dense_layers="first",
+            dense_ffn_key="prefix_dense_intermediate_size",
+        ),
+        defaults={
+            **COHERE2.defaults,
+            "head_dim": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 0,
+            "expert_selection_fn": "softmax",
+            "shared_expert_combination_strategy": "average",
+            "norm_topk_prob": True,
+        },
+        required={"prefix_dense_sliding_window_pattern": 1},
+        # What goes with other norms, or without shared experts and dense layers.
+        ignored=COHERE2.ignored
+        | {"layer_norm_eps", "prefix_dense_intermediate_size", "shared_expert_combination_strategy"},
+    ),
+    "Kolibri1ForCausalLM": Family(
+        norms="sandwich",
+        qk_norm="head",
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        full_every=5,
+        turned_layers="windows",
+        moe=MoeFamily(
+            ("num_experts", "num_local_experts"),
+            score="sigmoid_of_chosen",
+            choice_bias=True,
+            shared_ffn_key="shared_expert_intermediate_size",
+        ),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "sliding_window": 513,
+            "max_position_embeddings": 262_144,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 6,
+        },
     ),
     "HYV3ForCausalLM": Family(
         qk_norm="head",

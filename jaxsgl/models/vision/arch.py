@@ -25,8 +25,8 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), Gemma 3 (SigLIP), Gemma 4
-    or InternVL.
+    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), Gemma 3 (SigLIP) and
+    4, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
