@@ -60,6 +60,10 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GptOssConfig,
@@ -557,6 +561,16 @@ FAMILIES: dict[str, Kind] = {
         },
     ),
     "gpt2": (GPT2Config, GPT2LMHeadModel, {**_EQUALLY_MANY, "intermediate_size": None, "n_inner": 112}),
+    "gpt_bigcode": (
+        GPTBigCodeConfig,
+        GPTBigCodeForCausalLM,
+        {"head_dim": 16, "num_key_value_heads": 1, "intermediate_size": None, "n_inner": 112},
+    ),
+    "gptj": (
+        GPTJConfig,
+        GPTJForCausalLM,
+        {**_EQUALLY_MANY, "intermediate_size": None, "n_inner": 112, "rotary_dim": 6},
+    ),
     "opt": (OPTConfig, OPTForCausalLM, {**_EQUALLY_MANY, "intermediate_size": None, "ffn_dim": 112}),
     # Others of these mechanisms.
     "cwm": (
@@ -889,7 +903,17 @@ FAMILIES: dict[str, Kind] = {
     ),
 }
 FAMILY_KINDS = tuple(FAMILIES)
-OF_D_NUMBERS = ("cohere2", "stable_lm", "gpt_neox", "gpt2", "opt")  # whose heads have D numbers together
+OF_D_NUMBERS = (
+    "cohere2",
+    "stable_lm",
+    "gpt_neox",
+    "gpt2",
+    "gpt_bigcode",
+    "gptj",
+    "opt",
+)  # whose heads have D numbers together
+# Whose mechanisms others have, too.
+VARIANTS = ("gpt_bigcode", "hy_v3", "jais2", "kolibri1", "minicpm3", "vault_gemma")
 DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions

@@ -385,6 +385,26 @@ _GPT2: dict[Path, Recipe] = {
     **_with_bias(("attention", "o"), "attn.c_proj", ("D", "NH"), pieces.as_is, is_transposed=True),
     **_without_gates("mlp.c_fc", "mlp.c_proj", is_transposed=True),
 }
+_GPT_BIGCODE: dict[Path, Recipe] = {
+    **_biased_norms(attention_norm="ln_1", mlp_norm="ln_2"),
+    **_with_bias(("attention", "qkv"), "attn.c_attn", ("QKV", "D"), pieces.fuse_split_heads),
+    **_with_bias(("attention", "o"), "attn.c_proj", ("D", "NH"), pieces.as_is),
+    **_without_gates("mlp.c_fc", "mlp.c_proj"),
+}
+_IN_ATTN = "model.layers.{}.attn."
+_GPT_J: dict[Path, Recipe] = {
+    **_biased_norms(attention_norm="ln_1"),
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_IN_ATTN + "q_proj.weight", ("NH", "D")),
+            Source(_IN_ATTN + "k_proj.weight", ("KH", "D")),
+            Source(_IN_ATTN + "v_proj.weight", ("KH", "D")),
+        ),
+        pieces.fuse_heads,
+    ),
+    ("attention", "o"): Recipe((Source(_IN_ATTN + "out_proj.weight", ("D", "NH")),), pieces.as_is),
+    **_without_gates("mlp.fc_in", "mlp.fc_out"),
+}
 _OPT: dict[Path, Recipe] = {
     **_biased_norms(attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm"),
     **_with_bias(("attention", "o"), "self_attn.out_proj", ("D", "NH"), pieces.as_is),
@@ -450,6 +470,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "PhiForCausalLM": _PHI,
     "GPTNeoXForCausalLM": _GPT_NEOX,
     "GPT2LMHeadModel": _GPT2,
+    "GPTBigCodeForCausalLM": _GPT_BIGCODE,
+    "GPTJForCausalLM": _GPT_J,
     "OPTForCausalLM": _OPT,
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
     "Lfm2ForCausalLM": _LFM2,

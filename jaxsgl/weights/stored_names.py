@@ -70,7 +70,7 @@ _OTHER_WORDS = (
     ),
     (
         ("transformer.", ""),
-        "wpe.weight",
+        "wte.weight",
         {
             "wte.": "model.embed_tokens.",
             "wpe.": "model.embed_positions.",

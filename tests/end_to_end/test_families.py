@@ -36,7 +36,7 @@ KINDS = (
     "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma4", "gemma4_small", "gemma4_moe", "glm",
     "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense", "arcee",
     "helium", "flex_olmo", "afmoe",
-    "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "opt",
+    "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "gpt_bigcode", "gptj", "opt",
     "cwm", "ministral", "ministral3", "mistral4", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
     "llama4", "hunyuan_moe", "deepseek_v32", "glm_moe_dsa",
     "apertus", "cohere2_moe", "hyperclovax", "kolibri1", "hy_v3", "jais2", "minicpm3", "nemotron", "vault_gemma",

@@ -114,7 +114,14 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
             "gemma4"
         ):  # which have ropes of other kinds alone
             continue
-        if kind in ("cohere2_moe", "gpt_neox", "gpt2", "opt"):  # which have other words, or no rope
+        if kind in (
+            "cohere2_moe",
+            "gpt_neox",
+            "gpt2",
+            "gpt_bigcode",
+            "gptj",
+            "opt",
+        ):  # which have other words, or no rope
             continue
         values = {key: value for key, value in configuration(kind).items() if key != "rope_parameters"}
         values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}

@@ -1,4 +1,4 @@
-"""Families of 2026 by the config.json of a published folder, but for the number of layers."""
+"""Families by the config.json of a published folder, but for the number of layers."""
 
 from __future__ import annotations
 
@@ -118,6 +118,26 @@ NORTH: dict[str, Any] = {
 }  # fmt: skip
 
 
+_OF_GPT2: dict[str, Any] = {
+    "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "scale_attn_weights": True, "summary_activation": None, "summary_first_dropout": 0.1, "use_cache": True,
+    "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "n_layer": 3,
+}  # fmt: skip
+STARCODER: dict[str, Any] = {
+    **_OF_GPT2, "architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode", "activation_function": "gelu",
+    "attention_softmax_in_fp32": True, "eos_token_id": 0, "inference_runner": 0, "max_batch_size": None,
+    "max_sequence_length": None, "multi_query": True, "n_embd": 6144, "n_head": 48, "n_inner": 24576,
+    "n_positions": 8192, "pad_key_length": True, "pre_allocate_kv_cache": False, "validate_runner_input": True,
+    "scale_attention_softmax_in_fp32": True, "vocab_size": 49152,
+}  # fmt: skip
+GPT_J: dict[str, Any] = {
+    **_OF_GPT2, "architectures": ["GPTJForCausalLM"], "model_type": "gptj", "activation_function": "gelu_new",
+    "gradient_checkpointing": False, "n_embd": 4096, "n_head": 16, "n_inner": None, "n_positions": 2048,
+    "rotary": True, "rotary_dim": 64, "tie_word_embeddings": False, "tokenizer_class": "GPT2Tokenizer",
+    "vocab_size": 50400,
+}  # fmt: skip
+
+
 def read(folder: Path, values: dict[str, Any]) -> ModelArch:
     (folder / "config.json").write_text(json.dumps(values))
     return ModelArch.from_folder(folder)
@@ -188,6 +208,18 @@ def test_apertus_and_minitron_are_understood(tmp_path: Path) -> None:
     minitron = read(tmp_path, MINITRON)
     assert (minitron.activation, minitron.norm_offset, minitron.ropes[0].rotary_dim) == ("relu2", 1, 64)
     assert minitron.centred and minitron.norm_bias and not minitron.attention_bias
+
+
+def test_starcoder_and_gpt_j_are_understood(tmp_path: Path) -> None:
+    starcoder = read(tmp_path, STARCODER)
+    assert (starcoder.num_heads, starcoder.num_kv_heads, starcoder.head_dim) == (48, 1, 128)
+    assert (starcoder.activation, starcoder.num_positions, starcoder.tie_embeddings) == ("gelu", 8192, True)
+    with pytest.raises(CheckpointError, match=r"multi_query is false, but .* where it is true"):
+        read(tmp_path, {**STARCODER, "multi_query": False})
+    gpt_j = read(tmp_path, GPT_J)
+    assert (gpt_j.num_kv_heads, gpt_j.head_dim, gpt_j.ffn_size, gpt_j.num_positions) == (16, 256, 4 * 4096, 0)
+    (rope,) = gpt_j.ropes
+    assert (rope.rotary_dim, rope.interleaved) == (64, True) and gpt_j.head_bias and not gpt_j.attention_bias
 
 
 def test_minicpm_is_granite_with_factors_told_otherwise(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "here: positions by ALiBi",
         "Jais2ForCausalLM",
     ),
-    ("GPTBigCodeForCausalLM", {"n_positions": 8192}, "no family of its form has learned positions", None),
+    ("GPTNeoForCausalLM", {"n_positions": 2048}, "no family of its form has learned positions", "GPTNeoXForCausalLM"),
     ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder", None),
     ("Exaone4MoeForCausalLM", {"num_experts": 8}, "no family of its form has experts", "Exaone4ForCausalLM"),
 ]

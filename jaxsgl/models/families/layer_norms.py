@@ -47,6 +47,45 @@ COHERE2 = replace(
 # What all the others have in common.
 _WITH_BIAS = Family(norm_eps_key="layer_norm_eps", centred=True, norm_bias=True, defaults={"layer_norm_eps": 1e-5})
 
+# What GPT-2 and those with its words have in common.
+_GPT2 = replace(
+    _WITH_BIAS,
+    norm_eps_key="layer_norm_epsilon",
+    gated=False,
+    activation_key="activation_function",
+    ffn_factor=4,
+    qkv_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+    turned_layers="none",
+    rows_before_positions=0,
+    keys={
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    required={"scale_attn_weights": True},
+    defaults={
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+        "eos_token_id": 50_256,
+    },
+    ignored=frozenset(
+        {
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        }
+    ),
+)
+
 LAYER_NORMS: dict[str, Family] = {
     "CohereForCausalLM": replace(
         _COHERE,
@@ -164,42 +203,31 @@ LAYER_NORMS: dict[str, Family] = {
             "eos_token_id": 2,
         },
     ),
-    "GPT2LMHeadModel": replace(
-        _WITH_BIAS,
-        norm_eps_key="layer_norm_epsilon",
-        gated=False,
-        activation_key="activation_function",
-        ffn_factor=4,
-        qkv_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
-        turned_layers="none",
-        rows_before_positions=0,
-        keys={
-            "hidden_size": "n_embd",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
+    "GPT2LMHeadModel": _GPT2,
+    "GPTBigCodeForCausalLM": replace(
+        _GPT2,
+        required={**_GPT2.required, "multi_query": True},
+        defaults={**_GPT2.defaults, "num_key_value_heads": 1, "activation_function": "gelu_pytorch_tanh"},
+        ignored=_GPT2.ignored
+        | {
+            "attention_softmax_in_fp32",
+            "pad_key_length",
+            "scale_attention_softmax_in_fp32",
+            "validate_runner_input",
         },
-        required={"scale_attn_weights": True},
-        defaults={
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-            "eos_token_id": 50_256,
-        },
-        ignored=frozenset(
-            {
-                "n_ctx",
-                "reorder_and_upcast_attn",
-                "summary_activation",
-                "summary_first_dropout",
-                "summary_proj_to_labels",
-                "summary_type",
-                "summary_use_proj",
-            }
-        ),
+    ),
+    "GPTJForCausalLM": replace(
+        _GPT2,
+        parallel="shared norm",
+        qkv_bias=False,
+        attention_out_bias=False,
+        head_bias=True,
+        turned_layers="all",
+        interleaved_rope=True,
+        partial_rope=True,
+        rows_before_positions=None,
+        defaults={**_GPT2.defaults, "rotary_dim": 64, "tie_word_embeddings": False},
+        ignored=_GPT2.ignored | {"rotary"},
     ),
     "OPTForCausalLM": replace(
         _WITH_BIAS,
