@@ -76,6 +76,10 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    GraniteMoeSWAConfig,
+    GraniteMoeSWAForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     HeliumConfig,
     HeliumForCausalLM,
     HunYuanDenseV1Config,
@@ -453,6 +457,24 @@ FAMILIES: dict[str, Kind] = {
         GraniteMoeSharedConfig,
         GraniteMoeSharedForCausalLM,
         {**_GRANITE_MOE, "shared_intermediate_size": 52},
+    ),
+    "granite_swa": (
+        GraniteSWAConfig,
+        GraniteSWAForCausalLM,
+        {
+            **_GRANITE,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_TYPES,
+            "layer_rope_theta": [5000.0, 0, 1000.0],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite_moe_swa": (
+        GraniteMoeSWAConfig,
+        GraniteMoeSWAForCausalLM,
+        {**_GRANITE_MOE, "shared_intermediate_size": 52, "sliding_window": WINDOW, "layer_types": _MIXED_TYPES},
     ),
     "granite_hybrid": (
         GraniteMoeHybridConfig,
@@ -913,7 +935,7 @@ OF_D_NUMBERS = (
     "opt",
 )  # whose heads have D numbers together
 # Whose mechanisms others have, too.
-VARIANTS = ("gpt_bigcode", "hy_v3", "jais2", "kolibri1", "minicpm3", "vault_gemma")
+VARIANTS = ("gpt_bigcode", "granite_moe_swa", "hy_v3", "jais2", "kolibri1", "minicpm3", "vault_gemma")
 DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions

@@ -223,6 +223,7 @@ class Family:
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
       sliding_theta: layers with windows have a rope of their own, and this is its theta, or the theta's key, without
         `rope_parameters` by kind of layer; None: one rope for all.
+      layer_thetas: where `layer_rope_theta` is set, it is the theta of each layer's rope, or 0 where a layer has none.
       alpha_stretches: `alpha` of a dynamic rope holds; else it means nothing.
       grows_queries: `llama_4_scaling_beta` of the rope holds.
       grows_unturned: queries of layers without a rope grow, if `attn_temperature_tuning`, as `attn_scale` and
@@ -301,6 +302,7 @@ class Family:
     partial_rope: bool = False
     interleaved_rope: bool = False
     sliding_theta: str | float | None = None
+    layer_thetas: bool = False
     alpha_stretches: bool = False
     grows_queries: bool = False
     grows_unturned: bool = False

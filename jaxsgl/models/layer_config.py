@@ -81,6 +81,9 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     max_context = max(_read_max_context(config, family), *stretched, 0)
     window, chunk = _read_window(config, family, max_context), _read_chunk(config, family, max_context)
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
+    if family.layer_thetas:
+        rope_of_layer = _with_thetas(config, rope_of_layer)
+        ropes = tuple(dict.fromkeys((*ropes, *filter(None, rope_of_layer))))
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
     if RECURRENT in types:
@@ -103,6 +106,20 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     if family.own_parts:
         specs = with_own_parts(config, specs, types, FULL, heads)
     return Layers(specs, ropes, max_context, _read_next(config, family, specs))
+
+
+def _with_thetas(config: ConfigFile, ropes: Sequence[RopeParams | None]) -> list[RopeParams | None]:
+    """The ropes of layers with thetas of their own, if these are told; a layer whose theta is 0 has none."""
+    told = config.get("layer_rope_theta")
+    if told is None:
+        return list(ropes)
+    thetas = _of_each_layer(config, "layer_rope_theta", told, len(ropes))
+    if not all(isinstance(theta, int | float) and theta >= 0 for theta in thetas):
+        raise CheckpointError(f"{config.path}: layer_rope_theta is {thetas}, but must be numbers of 0 and more")
+    return [
+        replace(rope, theta=float(theta)) if rope is not None and theta else None
+        for rope, theta in zip(ropes, thetas, strict=True)
+    ]
 
 
 def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...]) -> LayerSpec | None:

@@ -115,7 +115,12 @@ NAMES: dict[str, ExpertNames] = {
         ExpertNames(shared="shared_expert."),
     ),
     **dict.fromkeys(
-        ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeHybridForCausalLM"),
+        (
+            "GraniteMoeForCausalLM",
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "GraniteMoeSWAForCausalLM",
+        ),
         _GRANITE,
     ),
     "Lfm2MoeForCausalLM": ExpertNames(

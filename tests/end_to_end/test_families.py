@@ -39,7 +39,8 @@ KINDS = (
     "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "gpt_bigcode", "gptj", "opt",
     "cwm", "ministral", "ministral3", "mistral4", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
     "llama4", "hunyuan_moe", "deepseek_v32", "glm_moe_dsa",
-    "apertus", "cohere2_moe", "hyperclovax", "kolibri1", "hy_v3", "jais2", "minicpm3", "nemotron", "vault_gemma",
+    "apertus", "cohere2_moe", "granite_swa", "granite_moe_swa", "hyperclovax", "kolibri1",
+    "hy_v3", "jais2", "minicpm3", "nemotron", "vault_gemma",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py
 NEW_TOKENS = 8

@@ -34,6 +34,7 @@ UNTRIED = {
         ("olmo3", "gemma2", "vault_gemma", "gemma3", "gpt_oss", "exaone4", "granite_hybrid_dense", *CONV_KINDS),
         ("num_hidden_layers",),
     ),
+    **dict.fromkeys(("granite_swa", "granite_moe_swa"), ("num_hidden_layers",)),
     "cwm": ("num_hidden_layers", "hidden_size", "num_attention_heads"),
     **dict.fromkeys(
         ("ministral", "mellum", "exaone_moe", "afmoe", "cohere2", "cohere2_moe", "kolibri1"), ("num_hidden_layers",)
@@ -127,6 +128,18 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}
         found = arch_of(tmp_path, values)
         assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, values)), kind
+
+
+def test_granites_layers_may_have_thetas_of_their_own_or_no_rope(tmp_path: Path) -> None:
+    swash: dict[str, Any] = {"architectures": ["GraniteSWAForCausalLM"], "num_hidden_layers": 5, "sliding_window": 8}
+    arch = read(tmp_path, **swash, layer_rope_theta=[0, 5e3, 5e3, 1e4, 0])
+    assert windows(arch) == [None, 8, 8, 8, None]
+    thetas = [None if layer.rope is None else arch.ropes[layer.rope].theta for layer in arch.layers]
+    assert thetas == [None, 5e3, 5e3, 1e4, None]
+    with pytest.raises(CheckpointError, match=r"layer_rope_theta is .* but must be numbers of 0 and more"):
+        read(tmp_path, **swash, layer_rope_theta=[1, 1, 1, 1, -1])
+    with pytest.raises(CheckpointError, match=r"layer_rope_theta is .* a list of 5, one of each layer"):
+        read(tmp_path, **swash, layer_rope_theta=[1])
 
 
 def test_a_rope_that_is_null_is_the_familys_as_in_transformers(tmp_path: Path) -> None:

@@ -37,6 +37,15 @@ ERNIE = Family(
 # What Granite's dense models, its mixtures and its hybrids have in common.
 GRANITE = Family(mlp_bias=None, multipliers="each", attention_scale=1.0, defaults={"eos_token_id": 2})
 
+# The same with windows and sinks.
+GRANITE_SWA: dict[str, Any] = {
+    "sinks": True,
+    "windows": "always",
+    "full_every": 4,
+    "full_first": True,
+    "layer_thetas": True,
+}
+
 # What Hunyuan's dense models and its mixture have in common.
 HUNYUAN = Family(
     qk_norm="head",
@@ -403,6 +412,18 @@ DENSE: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "Ernie4_5ForCausalLM": ERNIE,
     "GraniteForCausalLM": GRANITE,
+    "GraniteSWAForCausalLM": replace(
+        GRANITE,
+        **GRANITE_SWA,
+        defaults={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "sliding_window": 128,
+            "tie_word_embeddings": True,
+            "eos_token_id": 100_257,
+        },
+    ),
     # MiniCPM 1, 2 and 4, whose code is in their folders: Granite with factors told otherwise.
     "MiniCPMForCausalLM": Family(
         multipliers="by size",

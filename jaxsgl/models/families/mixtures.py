@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, HUNYUAN, QWEN3_VL
+from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, GRANITE_SWA, HUNYUAN, QWEN3_VL
 from jaxsgl.models.families.layer_norms import COHERE2
 from jaxsgl.models.family import Family, MoeFamily
 
@@ -130,6 +130,13 @@ MIXTURES: dict[str, Family] = {
     ),
     "GraniteMoeSharedForCausalLM": replace(
         GRANITE, mlp_bias=False, moe=GRANITE_MOE, defaults=GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 0}
+    ),
+    "GraniteMoeSWAForCausalLM": replace(
+        GRANITE,
+        **GRANITE_SWA,
+        mlp_bias=False,
+        moe=GRANITE_MOE,
+        defaults=GRANITE_MOE_DEFAULTS | {"shared_intermediate_size": 0, "sliding_window": 128},
     ),
     "ExaoneMoeForCausalLM": Family(
         qk_norm="head",
