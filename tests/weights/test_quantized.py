@@ -314,6 +314,9 @@ EXCEPTED: list[tuple[str, str, list[str], str]] = [
     ("qwen3_next", "compressed-tensors int8", ["lm_head"], "in_proj_ba"),  # nothing is said of gates that aren't
     ("qwen3_5_moe", "gptq desc_act", ["in_proj_a", "in_proj_b", "model.layers.1.linear_attn"], r"in_proj_[ab]|1\.lin"),
     ("deepseek_v32", "fp8 in blocks", ["indexer"], "indexer"),
+    ("hy_v3", "fp8 in blocks", ["shared_mlp", "lm_head"], "shared_mlp"),
+    ("kolibri1", "compressed-tensors int8", ["re:.*layers.1.mlp.experts", "lm_head"], r"1\.mlp\.exp"),
+    ("apertus", "fp8 in blocks", ["model.layers.0.mlp", "lm_head"], r"layers\.0\.mlp"),
 ]
 
 
