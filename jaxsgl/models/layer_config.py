@@ -58,32 +58,21 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     num_layers = config.count("num_hidden_layers") if blocks is None else len(blocks)
     is_turned = _read_turned(config, family, num_layers)
     types = _read_types(config, family, is_turned) if blocks is None else blocks
-    if family.turned_layers == "windows" and config.get("sliding_window") is not None:
-        is_turned = [each == SLIDING for each in types]
-    if family.turned_layers in ("windows alone", "windows or dense"):
-        is_turned = [each == SLIDING and config.get("sliding_window") is not None for each in types]
     mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
-    if family.turned_layers == "windows or dense":
-        is_turned = [turned or isinstance(mlp, DenseMlp) for turned, mlp in zip(is_turned, mlps, strict=True)]
+    is_turned = _turned_by_kind(config, family, types, mlps, is_turned)
     if family.own_parts:
         types = read_own_types(config, types, FULL)
         check_own_ropes(config, types)
         check_reach(config)
-    rope_of_type = _read_ropes(config, family, heads.size if latent is None else latent.rotated)
-    of_unturned = _read_growth(config, family) if not all(is_turned) else None
-    rope_of_layer = [
-        rope_of_type.get(each) if turned else of_unturned for each, turned in zip(types, is_turned, strict=True)
-    ]
-    ropes = tuple(dict.fromkeys(filter(None, (*rope_of_type.values(), of_unturned))))
+    ropes, rope_of_layer = _read_ropes_of_layers(
+        config, family, heads.size if latent is None else latent.rotated, types, is_turned
+    )
     if latent is not None and latent.q_rank is None and any(rope.query_growth for rope in ropes):
         raise CheckpointError(f"{config.path}: llama_4_scaling_beta needs q_lora_rank, which is null")
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(_read_max_context(config, family), *stretched, 0)
     window, chunk = _read_window(config, family, max_context), _read_chunk(config, family, max_context)
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
-    if family.layer_thetas:
-        rope_of_layer = _with_thetas(config, rope_of_layer)
-        ropes = tuple(dict.fromkeys((*ropes, *filter(None, rope_of_layer))))
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
     if RECURRENT in types:
@@ -106,6 +95,36 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     if family.own_parts:
         specs = with_own_parts(config, specs, types, FULL, heads)
     return Layers(specs, ropes, max_context, _read_next(config, family, specs))
+
+
+def _turned_by_kind(
+    config: ConfigFile,
+    family: Family,
+    types: Sequence[str],
+    mlps: Sequence[DenseMlp | MoeMlp | None],
+    is_turned: list[bool],
+) -> list[bool]:
+    """Which layers have a rope, where that follows from their windows or MLPs; else `is_turned`."""
+    slides = [each == SLIDING and config.get("sliding_window") is not None for each in types]
+    if family.turned_layers == "windows":
+        return slides if config.get("sliding_window") is not None else is_turned
+    if family.turned_layers == "windows alone":
+        return slides
+    if family.turned_layers == "windows or dense":
+        return [slid or isinstance(mlp, DenseMlp) for slid, mlp in zip(slides, mlps, strict=True)]
+    return is_turned
+
+
+def _read_ropes_of_layers(
+    config: ConfigFile, family: Family, head_dim: int, types: Sequence[str], is_turned: Sequence[bool]
+) -> tuple[tuple[RopeParams, ...], list[RopeParams | None]]:
+    """The ropes that there are, and that of each layer."""
+    of_type = _read_ropes(config, family, head_dim)
+    of_unturned = _read_growth(config, family) if not all(is_turned) else None
+    of_layers = [of_type.get(each) if turned else of_unturned for each, turned in zip(types, is_turned, strict=True)]
+    if family.layer_thetas:
+        of_layers = _with_thetas(config, of_layers)
+    return tuple(dict.fromkeys(filter(None, (*of_type.values(), of_unturned, *of_layers)))), of_layers
 
 
 def _with_thetas(config: ConfigFile, ropes: Sequence[RopeParams | None]) -> list[RopeParams | None]:
