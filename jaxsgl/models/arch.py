@@ -23,7 +23,7 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
-from jaxsgl.models.families import BY_DECODER, FAMILIES
+from jaxsgl.models.families import BY_DECODER, FAMILIES, TOLD_NAMES
 from jaxsgl.models.family import Family, NormPlaces, OutputGate, Parallel, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
@@ -434,7 +434,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     if name in BY_DECODER:
         name = _by_decoder(whole, name)
     if name not in FAMILIES:
-        raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, FAMILIES)}")
+        raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, TOLD_NAMES)}")
     family = FAMILIES[name]
     config = _decoder_of(whole, name, family)
     config.defaults, config.keys = family.defaults, family.keys

@@ -61,6 +61,7 @@ def test_the_error_names_the_mechanism_and_the_nearest_family(
         ModelArch.from_folder(tmp_path)
     message = str(caught.value)
     assert f"architecture {name} is not supported" in message and mechanism in message
+    assert "InternVLForConditionalGeneration" in message and "InternVLLlama" not in message, "a name of our own"
     if family is None:
         assert "nearest" not in message
     else:

@@ -25,3 +25,5 @@ BY_DECODER: dict[str, dict[str, str]] = {
     },
     "InternVLForConditionalGeneration": INTERNVL_BY_DECODER,
 }
+_OURS_ALONE = {name for names in BY_DECODER.values() for name in names.values()} - BY_DECODER.keys()
+TOLD_NAMES = tuple(name for name in FAMILIES if name not in _OURS_ALONE)  # those that config.json may have
