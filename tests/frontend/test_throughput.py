@@ -46,6 +46,17 @@ def test_a_long_start_does_not_thin_out_the_first_rates() -> None:
     assert engine.throughput.rates().output_tokens_per_s == 50.0
 
 
+def test_work_at_any_moment_between_two_status_lines_is_in_the_second_one() -> None:
+    engine = Engine()
+    for burst in range(10):
+        for sample in range(10):
+            if sample == burst:
+                engine.load = Load(totals=Totals(output_tokens=1000 * (burst + 1)))
+            engine.now_s += 1.001  # a timer is a little late
+            engine.throughput.sample()
+        assert engine.throughput.rates().output_tokens_per_s == pytest.approx(1000 / 10.01, rel=1e-9)
+
+
 def test_an_idle_engine_has_no_rates_but_keeps_its_hit_rate() -> None:
     engine = Engine()
     assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0)

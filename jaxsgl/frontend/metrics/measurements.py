@@ -264,7 +264,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Rates:
-    """The engine's rates over the last `WINDOW_S` seconds, or since the first look at its load if that is more recent.
+    """The engine's rates over about the last `WINDOW_S` seconds, or since the first look at its load.
 
     Attributes:
       output_tokens_per_s: tokens read from the device.
@@ -305,7 +305,10 @@ class Throughput:
         if before.num_running and load.num_running and now_s > before_s:
             self._busy.append((now_s - before_s, load.totals.output_tokens - before.totals.output_tokens))
         self._loads.append((now_s, load))
-        while self._loads[0][0] < now_s - WINDOW_S:
+        # Samples come a little more than a second apart, so that none is of exactly the window's start: the one before
+        # it is kept, for what was done in between. One from before a long silence (the model was loaded) is not.
+        start_s = now_s - WINDOW_S
+        while self._loads[0][0] < start_s - 2 * SAMPLE_S or (len(self._loads) > 1 and self._loads[1][0] <= start_s):
             self._loads.popleft()
 
     def rates(self) -> Rates:
