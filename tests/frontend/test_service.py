@@ -177,6 +177,15 @@ def test_chat_goes_through_the_template(stub: pb_grpc.JaxsglStub, tokenizer: Tok
     assert reply.text == "system\nbe brief\nuser\nhello\nassistant\n"
 
 
+def test_parts_that_are_all_texts_are_one_content(stub: pb_grpc.JaxsglStub, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([ChatMessage("user", "be brief\nhello")])
+    parts = [pb.ContentPart(text="be brief"), pb.ContentPart(text="hello")]
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", parts=parts)])
+    sampling = pb.SamplingParams(ignore_eos=True, max_tokens=len(ids))
+    (reply,) = stub.Generate(pb.GenerateRequest(chat=chat, sampling=sampling))
+    assert list(reply.token_ids) == ids
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
@@ -185,6 +194,10 @@ def test_chat_goes_through_the_template(stub: pb_grpc.JaxsglStub, tokenizer: Tok
         (pb.GenerateRequest(token_ids=pb.TokenIds()), ["empty"]),
         (pb.GenerateRequest(chat=pb.ChatMessages()), ["0 messages"]),
         (pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="robot")])), ["unknown role robot"]),
+        (
+            pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", parts=[pb.ContentPart()])])),
+            ["part 0 of a message is empty", "text or media"],
+        ),
         (ids_request(5, VOCAB_SIZE), [str(VOCAB_SIZE), f"0 to {VOCAB_SIZE - 1}"]),
         (ids_request(-1), ["-1", f"0 to {VOCAB_SIZE - 1}"]),
         (ids_request(*[5] * LIMITS.context_length), [str(LIMITS.context_length), str(LIMITS.context_length - 1)]),

@@ -237,9 +237,14 @@ def _turn(message: pb.ChatMessage, media: list[Source]) -> Turn:
         return {"role": message.role, "content": message.content}
     if message.content:
         raise InvalidRequest("a message has both content and parts: set one")
+    kinds = [part.WhichOneof("part") for part in message.parts]
+    if None in kinds:
+        raise InvalidRequest(f"part {kinds.index(None)} of a message is empty: set text or media")
+    if "media" not in kinds:  # as one text, as over HTTP: templates of models for text alone know no parts
+        return {"role": message.role, "content": "\n".join(part.text for part in message.parts)}
     parts: list[dict[str, Any]] = []
-    for part in message.parts:
-        if part.WhichOneof("part") == "media":
+    for part, kind in zip(message.parts, kinds, strict=True):
+        if kind == "media":
             media.append(source_of(part.media))
             parts.append({"type": "image" if isinstance(media[-1], ImageSource) else "video"})
         else:
