@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         goodput, asks = parse_goodput(config.goodput), config.dataset.asks()
         if not asks:
             raise ValueError(f"{config.dataset.dataset_path} has no requests")
+        if config.output_file:
+            Path(config.output_file).open("a").close()  # a file that can't be written fails now, not after the run
         outcome = asyncio.run(load(config, asks))
     except (JaxsglError, BackendError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

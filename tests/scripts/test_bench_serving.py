@@ -227,6 +227,13 @@ def test_a_trace_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--dataset-path" in capsys.readouterr().err
 
 
+def test_a_file_that_can_not_be_written_ends_the_script_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--port", "1", "--output-file", str(tmp_path / "none" / "out.jsonl")]) == 1
+    assert str(tmp_path / "none" / "out.jsonl") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("backend", daily(["openai", "jaxsgl-grpc"], every=2))
 def test_a_paced_engine_shows_its_pace(backend: str) -> None:
     """A token each 20 ms for each of 4 streams, and little work for the generator."""
