@@ -40,6 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (JaxsglError, BackendError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped: figures are of whole runs; --num-prompts makes one shorter", file=sys.stderr)
+        return 130
     result = settings(config) | summary(outcome, goodput)
     print(table(result))
     if config.output_file:

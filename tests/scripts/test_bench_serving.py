@@ -227,6 +227,17 @@ def test_a_trace_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--dataset-path" in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_the_script_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "load", interrupted)
+    assert script.main(["--num-prompts", "1"]) == 130
+    assert capsys.readouterr().err.startswith("stopped: ")
+
+
 def test_a_file_that_can_not_be_written_ends_the_script_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
