@@ -3,7 +3,8 @@
     python scripts/check memory --model path/to/folder --tp 2 --device-gib 80
     python scripts/check memory --recipes                # the tables of docs/recipes
 
-Reads config.json alone and asks the engine's own sizing (`abstract_model`, `choose_states`); allocates nothing. What
+Reads config.json alone and asks the engine's own sizing (`abstract_model`, `plan_capacity`); allocates nothing. Tables
+and states of running requests, states of kept prefixes and embeddings of images are taken off what KV may have. What
 the steps take next to that is known once they are compiled, 1 to 3 GiB mostly; --mem-fraction-static leaves it free.
 """
 
@@ -12,12 +13,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.models import COMPILED_SHAPES, QUANTIZED, SHAPES, gpt_oss
 from bench.output import figure_parser, write_figures, write_json
+
+from jaxsgl.errors import JaxsglError
 
 MAX_DEVICES = 16
 GIB = 2**30
@@ -33,13 +36,17 @@ class Memory:
 
 
 def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: Any) -> Memory:
-    """What an engine with `flags` would have on devices of `device_gib` GiB. Raises `StartupError`."""
+    """What an engine with `flags` would have on devices of `device_gib` GiB.
+
+    Raises `StartupError`, also if the weights leave no room.
+    """
     devices = f"--xla_force_host_platform_device_count={MAX_DEVICES}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
     from jaxsgl.config.engine import EngineConfig
     from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
+    from jaxsgl.engine.start import memory
     from jaxsgl.engine.start.devices import mesh_of
-    from jaxsgl.engine.start.sizing import choose_states
+    from jaxsgl.engine.start.sizing import choose_states, plan_capacity
     from jaxsgl.engine.weight_formats import as_kept
     from jaxsgl.engine.weight_store import read_arch
     from jaxsgl.models import abstract_model, resolve_precision
@@ -57,9 +64,12 @@ def memory_of(folder: Path, device_gib: float, platform: str = "gpu", **flags: A
     _, shapes = abstract_model(arch, dtype, activations)
     weights = bytes_on_each_device(shapes, mesh)
     states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
-    per_token = states.page_bytes / states.page_size
-    of_rank = int((device_gib * GIB * config.mem_fraction_static - weights) / per_token)
-    return Memory(weights, per_token, config.num_ranks * of_rank)
+    whole = device_gib * GIB
+    told = f"weights take {weights / GIB:.1f} of {device_gib:g} GiB"
+    left = memory.Memory(platform, int(whole * config.mem_fraction_static) - weights, int(whole) - weights, told)
+    capacity = plan_capacity(config, arch, states, left)
+    of_rank = (capacity.num_pages - 1) * capacity.page_size  # all but the dummy page
+    return Memory(weights, states.page_bytes / states.page_size, config.num_ranks * of_rank)
 
 
 def _llama(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
@@ -191,10 +201,13 @@ def main(arguments: list[str]) -> None:
     flags = {"tp": args.tp, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
     if args.dp_size > 1:
         flags |= {"dp_size": args.dp_size, "enable_dp_attention": True}
-    found = memory_of(args.model, args.device_gib, args.platform, **flags)
+    try:
+        found = memory_of(args.model, args.device_gib, args.platform, **flags)
+    except JaxsglError as error:
+        raise SystemExit(f"error: {error}") from None
     weights, per_token = found.weight_bytes / GIB, found.kv_bytes_per_token / 1024
     print(
         f"{weights:.2f} GiB of weights on each device, {per_token:.1f} KiB of KV a token; "
         f"{found.pool_tokens:,} tokens fit"
     )
-    write_figures(args.json, weight_bytes=found.weight_bytes, pool_tokens=found.pool_tokens)
+    write_figures(args.json, **asdict(found))

@@ -32,11 +32,32 @@ QWEN3_235B, DEEPSEEK_V3 = COMPILED_SHAPES["qwen3-235b-a22b"], COMPILED_SHAPES["d
 FP8 = {"quantization_config": QUANTIZED["fp8"]}
 
 
-def pool_tokens(folder: Path, *flags: str) -> int:
-    """Tokens of KV on H200s."""
+def figures(folder: Path, *flags: str) -> dict[str, Any]:
+    """The figures of H200s."""
     command = [sys.executable, "scripts/check", "memory", "--model", str(folder), "--device-gib", "140", *flags]
     subprocess.run([*command, "--json", str(folder / "found.json")], cwd=ROOT, check=True, capture_output=True)
-    return int(json.loads((folder / "found.json").read_text())["pool_tokens"])
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def pool_tokens(folder: Path, *flags: str) -> int:
+    """Tokens of KV on H200s."""
+    return int(figures(folder, *flags)["pool_tokens"])
+
+
+def test_states_of_a_hybrid_take_of_what_kv_may_have(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", COMPILED_SHAPES["granite-4.0-h-small"])
+    found = figures(tmp_path)
+    left = 0.85 * 140 * 2**30 - found["weight_bytes"]
+    assert 0.2 * left < found["pool_tokens"] * found["kv_bytes_per_token"] < 0.5 * left
+
+
+def test_a_model_that_does_not_fit_is_told_in_a_line(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", QWEN3_235B)
+    command = [sys.executable, "scripts/check", "memory", "--model", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: ") and "weights take 437" in ended.stderr and "of 79 GiB" in ended.stderr
 
 
 @pytest.mark.parametrize(
