@@ -153,6 +153,12 @@ class ServingConfig:
             raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but must be 1 and more")
         if self.vocab_size is not None and self.vocab_size < 2:
             raise ConfigError(f"--vocab-size is {self.vocab_size}, but must be 2 and more")
+        if self.warmup_requests < 0:
+            raise ConfigError(f"--warmup-requests is {self.warmup_requests}, but must be 0 and more")
+        if self.output_details and not self.output_file:
+            raise ConfigError("--output-details is for a file: name it with --output-file")
+        if self.backend == GRPC and "://" in (self.base_url or ""):
+            raise ConfigError(f"--base-url is {self.base_url}, but must be HOST:PORT for --backend {GRPC}")
 
 
 async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:

@@ -213,10 +213,12 @@ def test_without_a_server_the_script_says_so(capsys: pytest.CaptureFixture[str])
     [
         ("--max-concurrency", "0"), ("--vocab-size", "1"), ("--gsp-num-groups", "0"), ("--request-rate", "0"),
         ("--random-range-ratio", "1.5"), ("--think-s", "-1"), ("--goodput", "itl:5"), ("--base-url", "127.0.0.1:1"),
+        ("--warmup-requests", "-1"), ("--output-details",),
+        ("--base-url", "http://127.0.0.1:1", "--backend", "jaxsgl-grpc"),
     ],
     ids=lambda flags: flags[0],
 )  # fmt: skip
-def test_values_out_of_range_are_refused_by_name(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_out_of_range_are_refused_by_name(flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(list(flags)) == 1
     told = capsys.readouterr().err
     assert flags[0] in told or "http://HOST:PORT" in told
