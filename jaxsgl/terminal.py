@@ -26,6 +26,7 @@ from jaxsgl.frontend.listen import is_loopback
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 
 POLL_S = 0.1
+MAX_REASON = 200  # characters of what gRPC says of a connection that fails
 MAX_WAIT_S = 1e6  # more is beyond what gRPC can wait for
 MAX_INT64 = 2**63 - 1
 _CHANNEL_OPTIONS = [
@@ -189,9 +190,12 @@ def _wait_until_ready(channel: grpc.Channel, addr: str, wait_s: float) -> None:
         except grpc.RpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
+            reason = str(error.details()).rpartition("last error: ")[2]
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "Connection refused" not in reason:
+                state = reason[:MAX_REASON]
         if left_s <= 0:
             raise ClientError(
                 f"no server is ready at {addr} after {wait_s:g} s ({state}): start one with `jaxsgl serve`, give its "
-                "--grpc-port in --addr, as host:port, or wait longer with --wait-s"
+                "--grpc-port in --addr, as host:port, add --tls if it has a certificate, or wait longer with --wait-s"
             )
         time.sleep(min(POLL_S, left_s))

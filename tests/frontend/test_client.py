@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeAlias
@@ -158,6 +161,23 @@ def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixtu
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "no server is ready at 127.0.0.1:1 after 0.3 s (nothing answers)" in err
+
+
+def test_a_port_that_speaks_something_else_is_told_from_one_where_nothing_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a server with a certificate does that is called without --tls."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=hang_up, args=(listening,), daemon=True).start()
+        assert main(["hello", "--addr", f"127.0.0.1:{listening.getsockname()[1]}", "--wait-s", "0.3"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "nothing answers" not in err and "--tls if it has a certificate" in err
+
+
+def hang_up(listening: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            listening.accept()[0].close()
 
 
 @pytest.mark.parametrize("wait", ["nan", "inf", "-1", "soon"])
