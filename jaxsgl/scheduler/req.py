@@ -113,6 +113,8 @@ class Req:
       num_launched: sampled tokens that are read or in flight.
       extend_to: tokens known when it was admitted, all to be stored before it samples.
       cached_tokens: prompt tokens found in the prefix cache when it was first admitted; 0 before that.
+      max_found_tokens: the most that `cached_tokens` may count: what another server has computed for it and sent here
+        is in the cache, too.
       lease_number: changes whenever it gets or gives back a lease. A step that was launched under another number yields
         nothing for it any more.
       prefilled: whether its whole prompt was launched once, so that the other samples find it in the cache.
@@ -134,9 +136,9 @@ class Req:
     __slots__ = (
         "_prompt_hash_ids", "_prompt_positions", "adapter", "cached_tokens", "constraint", "drafter",
         "ends_with_prompt", "extend_to", "index", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s",
-        "max_cached_tokens", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "num_told",
-        "output_ids", "outputs", "page_names", "prefilled", "priority", "prompt_ids", "request_id", "rope_delta",
-        "sampling", "seed", "single_steps", "state", "stays", "stop_ids", "to_load",
+        "max_cached_tokens", "max_found_tokens", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched",
+        "num_told", "output_ids", "outputs", "page_names", "prefilled", "priority", "prompt_ids", "request_id",
+        "rope_delta", "sampling", "seed", "single_steps", "state", "stays", "stop_ids", "to_load",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +191,7 @@ class Req:
         self.namespace = namespace_of(request.cache_salt, loading, request.kv_source)
         self.num_ahead = 0
         self.cached_tokens = 0
+        self.max_found_tokens = self.prompt_len
         self.page_names: list[bytes] = []
         self.to_load: list[HostPage] = []
         self.load_until_s = 0.0
@@ -329,7 +332,7 @@ class Req:
         self.extend_to = self.prompt_len + len(self.output_ids)
         self.lease_number += 1
         if self.on_first_lease:
-            self.cached_tokens = cached_tokens
+            self.cached_tokens = min(cached_tokens, self.max_found_tokens)
 
     def begin_loading(self, to_load: Iterable[HostPage], until_s: float) -> None:
         """Waits for the pages `to_load` until then; right after its admission."""
@@ -341,7 +344,7 @@ class Req:
         del self.to_load[:num_pages]
         self.kv_len += num_tokens
         if self.on_first_lease:
-            self.cached_tokens += num_tokens
+            self.cached_tokens = min(self.kv_len, self.max_found_tokens)
         if not self.to_load:
             self._move(State.EXTENDING)
 

@@ -425,6 +425,11 @@ class Scheduler:
             most = req.prompt_len if req.max_cached_tokens is None else req.max_cached_tokens
             req.max_cached_tokens = min(num_tokens, most)
 
+    def limit_found_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Has a request that waits report at most `num_tokens` as cached: more of its prompt was computed for it."""
+        for req in self._requests.samples_of(request_id):
+            req.max_found_tokens = num_tokens
+
     def launch(self) -> StepInputs | None:
         """Decides the next step and counts it as launched; None if there is nothing to do before `collect`.
 

@@ -147,12 +147,14 @@ class Rows(msgspec.Struct, frozen=True, tag="rows"):
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """The prompt is computed by weights of `weight_version`, and all pages up to `end_page` were sent.
 
-    So were the embeddings of all images that decode lacks, unless other weights have come meanwhile.
+    So were the embeddings of all images that decode lacks, unless other weights have come meanwhile. Prefill had the
+    first `cached_tokens` of the prompt in its cache.
     """
 
     room: Room
     end_page: int
     weight_version: str
+    cached_tokens: int = 0
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):

@@ -149,6 +149,26 @@ def test_what_decode_has_cached_is_not_sent_again() -> None:
     pair.check_empty()
 
 
+def test_what_prefill_computed_for_a_request_is_not_reported_as_cached() -> None:
+    """Decode finds it in its own cache, where it lands."""
+    pair, prompt, two = Pair(chunk=16), list(range(40)), SamplingParams(temperature=0.0, max_tokens=5, n=2)
+    for name, ids in (("cold", prompt), ("again", prompt), ("longer", [*prompt, *range(100, 130)])):
+        pair.send(changed(request(name, ids, 5), sampling=two))
+        pair.run()
+    pair.decode.scheduler.flush_cache()
+    pair.send(request("at_prefill", prompt, 5))
+    pair.run()
+    pair.prefill.scheduler.flush_cache()
+    pair.send(request("at_decode", prompt, 5))
+    pair.run()
+    cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
+    assert cached == {"cold": 0, "again": 36, "longer": 40, "at_prefill": 36, "at_decode": 36}
+    totals = pair.decode.scheduler.state.totals
+    assert totals.prompt_tokens == 2 * (40 + 40 + 70) + 40 + 40
+    assert totals.cached_prompt_tokens == 2 * (36 + 40) + 36 + 36
+    pair.check_empty()
+
+
 def test_samples_of_one_prompt_share_its_pages() -> None:
     pair = Pair()
     sampling = SamplingParams(temperature=0.0, max_tokens=5, n=3)
@@ -548,7 +568,7 @@ def test_a_prompt_is_computed_with_its_adapter_and_shared_among_equal_loadings_o
     assert pair.decode.ended["d", 0] is pair.prefill.ended["d", 0] is RefusalKind.INVALID, "decode has no adapter two"
     assert pair.computed_by_decode <= 3 * 4
     cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
-    assert cached == {"a": 36, "b": 36, "c": 36}, "pages from prefill, but for the last"
+    assert cached == {"a": 0, "b": 0, "c": 36}
     pair.check_empty()
 
 
@@ -672,7 +692,7 @@ def test_what_follows_a_prefix_that_only_the_host_holds_lands_behind_it() -> Non
     assert pair.decode.outputs["e", 0] == expected([*chat, *range(400, 440)], 6)
     assert pair.decode.scheduler.load(0).host.loaded_tokens >= 44
     cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
-    assert cached["e"] == 84
+    assert cached["e"] == 48
     pair.check_empty()
 
 

@@ -69,7 +69,7 @@ class Received(NamedTuple):
     """A request whose pages first .. first + n - 1 are here, as `parts` in their order; computed by `weight_version`.
 
     It waits since `since_s`. No pages if the weights have changed on the way: the scheduler computes the prompt itself
-    then.
+    then. Of its prompt prefill had found `cached_tokens` in its cache; None if what it has computed is not used.
     """
 
     request: Request
@@ -78,6 +78,7 @@ class Received(NamedTuple):
     num_pages: int
     parts: tuple[Bytes, ...]
     weight_version: str
+    cached_tokens: int | None
 
 
 class DecodeRooms:
@@ -260,10 +261,10 @@ class DecodeRooms:
         if not self._ready:
             return None
         leg = self._legs[next(iter(self._ready))]
-        if not self._is_of_now(leg):
-            return Received(leg.request, leg.since_s, leg.first, 0, (), leg.version.name)
-        parts = tuple(leg.parts[first] for first in sorted(leg.parts))
-        return Received(leg.request, leg.since_s, leg.first, leg.num_received, parts, leg.version.name)
+        if leg.done is None or not self._is_of_now(leg):
+            return Received(leg.request, leg.since_s, leg.first, 0, (), leg.version.name, None)
+        parts, cached = tuple(leg.parts[first] for first in sorted(leg.parts)), leg.done.cached_tokens
+        return Received(leg.request, leg.since_s, leg.first, leg.num_received, parts, leg.version.name, cached)
 
     def _is_of_now(self, leg: _Leg) -> bool:
         """Whether what has come of a leg was all computed by the weights of now: none were exchanged meanwhile."""

@@ -92,6 +92,9 @@ class DecodeSide(Side):
             place += count
             self._num_bytes += part.nbytes
         self._carry_out([Start(request, received.since_s), *self.rooms.taken(request.request_id)])
+        if received.cached_tokens is not None:  # what has come was computed for this request, unless prefill found it
+            num_found = max(received.cached_tokens, self.scheduler.cache.tokens_of(received.first))
+            self.scheduler.limit_found_tokens(request.request_id, num_found)
         self.scheduler.receive(self._aborts.pop(request.request_id, ()))
 
     def _num_cached(self, request: Request) -> int:

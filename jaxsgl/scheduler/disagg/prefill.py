@@ -54,7 +54,10 @@ class PrefillState(enum.Enum):
 
 @dataclass(slots=True)
 class Leg:
-    """A prefill leg. Pages up to `end` of its prompt go to `peer`; those before `next` are being copied or sent."""
+    """A prefill leg. Pages up to `end` of its prompt go to `peer`; those before `next` are being copied or sent.
+
+    The first `cached_tokens` of the prompt were not computed for it.
+    """
 
     request: Request
     room: Room
@@ -65,6 +68,7 @@ class Leg:
     next: int = 0
     end: int = 0
     num_gathering: int = 0
+    cached_tokens: int = 0
     answered_s: float | None = None  # when the scheduler had computed it
     acked: bool = False  # by decode
     wanted: set[bytes] = field(default_factory=set)  # images whose embeddings decode lacks
@@ -197,8 +201,11 @@ class PrefillRooms:
         leg = self._leg_of(request_id)
         return [] if leg is None else self._give_up(leg, refusal.text, refusal.kind.value)
 
-    def launched(self, request_id: str, num_pages: int, is_last: bool) -> list[Action]:
-        """A step is launched after which the first `num_pages` pages of the prompt are full; perhaps all of it."""
+    def launched(self, request_id: str, num_pages: int, is_last: bool, cached_tokens: int) -> list[Action]:
+        """A step is launched after which the first `num_pages` pages of the prompt are full; perhaps all of it.
+
+        The first `cached_tokens` were cached before.
+        """
         leg = self._leg_of(request_id)
         if leg is None or leg.state is not PrefillState.EXTENDING:
             return []
@@ -211,6 +218,7 @@ class PrefillRooms:
             self._gathering += stop - leg.next
             leg.next = stop
         if is_last:
+            leg.cached_tokens = cached_tokens
             self._move(leg, PrefillState.SENDING)
             self._promised -= leg.end - leg.next
             leg.end = leg.next
@@ -435,7 +443,7 @@ class PrefillRooms:
             return []
         assert leg.peer is not None
         version = leg.version.name if leg.version == self._version_of(leg.request) else CHANGED
-        return [Send(leg.peer, Done(leg.room, leg.end, version))]
+        return [Send(leg.peer, Done(leg.room, leg.end, version, leg.cached_tokens))]
 
     def _send_rows(self, leg: Leg, digest: bytes, rows: HostRows) -> list[Action]:
         assert leg.peer is not None

@@ -75,7 +75,7 @@ class PrefillSide(Side):
         for req, _ in self.scheduler.last_plan.chunks:
             num_pages = full_pages(min(req.kv_len, req.prompt_len), self.scheduler.cache.page_size)
             is_last = req.kv_len >= req.prompt_len
-            self._carry_out(self.rooms.launched(req.request_id, num_pages, is_last))
+            self._carry_out(self.rooms.launched(req.request_id, num_pages, is_last, req.cached_tokens))
             if is_last:
                 self._end_without_rows(req.request_id)
 

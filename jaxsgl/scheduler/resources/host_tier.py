@@ -263,10 +263,9 @@ class HostCopies(Resource):
         pages = self.cache.grow_loaded(req.lease, load.num_pages)
         self._ops.submit(Insert(tuple(pages.tolist()), self.tier.load(host_pages)))
         self.tier.host.end_load(host_pages)
-        num_tokens = self.cache.tokens_of(load.num_pages)
-        req.loaded(load.num_pages, num_tokens)
-        if req.on_first_lease:
-            self._totals.cached_prompt_tokens += num_tokens
+        before = req.cached_tokens
+        req.loaded(load.num_pages, self.cache.tokens_of(load.num_pages))
+        self._totals.cached_prompt_tokens += req.cached_tokens - before
         if req.state is State.EXTENDING:
             self.requests.moved(req)
 
