@@ -14,7 +14,8 @@ from test_event_loop import INFO
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions, ServedModel
 from jaxsgl.frontend.http.bodies import in_rooms
-from jaxsgl.frontend.http.openai.chat import prepare_chat
+from jaxsgl.frontend.http.openai.chat import answer_chat, prepare_chat
+from jaxsgl.frontend.http.openai.completions import answer_completions
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.messages.orders import ToEngine
@@ -58,6 +59,35 @@ def test_the_samples_of_a_prompt_share_the_first_of_their_rooms() -> None:
         assert rooms_of(body, 2) == [rendezvous("a", 8998, number) for number in numbers]
     with pytest.raises(InvalidRequest, match="3 entries for 2 prompts"):
         rooms_of(CompletionRequest.model_validate({**two, **given(3)}), 2)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        ChatRequest.model_validate({**CHAT, "prompt_logprobs": 1}),
+        CompletionRequest.model_validate({"prompt": "a", "prompt_logprobs": 0}),
+        CompletionRequest.model_validate({"prompt": "a", "echo": True, "logprobs": 1}),
+        CompletionRequest.model_validate({"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0, "stream": True}),
+    ],
+)
+def test_scores_of_a_prompt_that_no_gateway_brings_back_are_refused_by_both_sides(
+    tokenizer: Tokenizer, body: ChatRequest | CompletionRequest, mode: str
+) -> None:
+    link = PlayedLink()
+
+    async def answer() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            front_end = front_end_of(link, threads, ServedModel(INFO, tokenizer), mode)
+            asked = body.model_copy(update=ROOM)
+            if isinstance(asked, ChatRequest):
+                await answer_chat(front_end, asked)
+            else:
+                await answer_completions(front_end, asked)
+
+    with pytest.raises(InvalidRequest, match="between prefill and decode"):
+        asyncio.run(asyncio.wait_for(answer(), 5.0))
+    assert not link.sent
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,18 @@ def in_rooms(options: list[RequestOptions], body: Body) -> list[RequestOptions]:
     return of_prompts
 
 
+def refuse_prompt_scores_in_rooms(options: Sequence[RequestOptions], sampling: SamplingParams) -> None:
+    """Raises `InvalidRequest` for log-probabilities of a prompt whose legs meet in a room, in OpenAI's form.
+
+    Prefill's answer has them, but clients get decode's: gateways merge the two in the form of /generate alone.
+    """
+    if sampling.prompt_logprobs is not None and any(of_prompt.room is not None for of_prompt in options):
+        raise InvalidRequest(
+            "log-probabilities of the prompt (prompt_logprobs, or echo with logprobs) don't come back between prefill "
+            "and decode: leave them out, or call /generate with return_logprob and logprob_start_len 0"
+        )
+
+
 def _entries(name: str, given: Any, num_prompts: int, num_samples: int) -> list[Any]:
     """Returns a value for each prompt. Gateways send one for all, or a list with one for each prompt or each sample.
 

@@ -16,7 +16,13 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, Prompted
-from jaxsgl.frontend.http.bodies import cut_object, in_rooms, options_of, truncation_of
+from jaxsgl.frontend.http.bodies import (
+    cut_object,
+    in_rooms,
+    options_of,
+    refuse_prompt_scores_in_rooms,
+    truncation_of,
+)
 from jaxsgl.frontend.http.calls import DONE, EventStream, event, start_all, whole
 from jaxsgl.frontend.http.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
 from jaxsgl.frontend.http.openai.replies import (
@@ -97,6 +103,7 @@ async def prepare_chat(
     trusts = front_end.config.trust_request_chat_template
     prompt = chat_prompt(body, generator.model.tokenizer, use.shown, truncation, trusts)
     (options,) = in_rooms(options_of(body, [adapter]), body)
+    refuse_prompt_scores_in_rooms([options], sampling)
     request = await generator.prepare(Prompted(prompt, sampling, request_id, options))
     form = answer_form(body, generator.model, use, request.prompt_ids)
     config = front_end.config

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, ServedModel, prompted_all
-from jaxsgl.frontend.http.bodies import in_rooms, options_of, truncation_of
+from jaxsgl.frontend.http.bodies import in_rooms, options_of, refuse_prompt_scores_in_rooms, truncation_of
 from jaxsgl.frontend.http.calls import DONE, EventStream, check_num_choices, event, pieces, start_all, whole
 from jaxsgl.frontend.http.openai.logprobs import Echo, Logprobs, LogprobsWriter, joined, prompt_logprobs, with_top
 from jaxsgl.frontend.http.openai.replies import (
@@ -53,6 +53,7 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, adapt
     prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation, body.suffix or "")
     check_num_choices(len(prompts), sampling.n)
     options = in_rooms(options_of(body, [adapter] * len(prompts)), body)
+    refuse_prompt_scores_in_rooms(options, sampling)
     head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name, body.rid)
     requests = await front_end.generator.prepare_all(prompted_all(prompts, sampling, head.id, options))
     echoed = await _echoed(front_end, body, prompts, requests)
