@@ -309,7 +309,7 @@ def test_a_worker_that_dies_is_replaced_while_a_replica_stands_still(start_serve
     os.kill(int(pid), signal.SIGKILL)
     server.wait_for_log("worker 2: reasoning is read(.|\n)*worker 2: reasoning is read")
     with a_client_of_each(server, 1) as clients:
-        (late,) = clients["worker 2"]
+        late, *_ = clients["worker 2"]
         refused = late.post("/generate", json=generate_body(5) | {"data_parallel_rank": 1})
         assert refused.status_code == 503 and "still starting" in refused.text
 
