@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxsgl.models.family import Family, MoeFamily, VisionFamily
-
-# By which the processors of several families normalize, CLIP's (arXiv 2103.00020).
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+from jaxsgl.models.families.towers import (
+    GEMMA4_TOWER,
+    GLM4V_TOWER,
+    GLM_OCR_TOWER,
+    PIXTRAL,
+    QWEN2_5_VL_TOWER,
+    QWEN2_VL_TOWER,
+    QWEN3_VL_TOWER,
+    SIGLIP,
+)
+from jaxsgl.models.family import Family, MoeFamily
 
 _MISTRAL = Family(
     qkv_bias=False,
@@ -173,32 +180,13 @@ _GEMMA4 = Family(
     },
 )
 
-# What the towers of Qwen2-VL and Qwen2.5-VL have in common.
-_QWEN2_TOWER = VisionFamily(
-    151_655,
-    151_656,
-    deepstack_layers=None,
-    sections=(16, 24, 24),
-    takes_turns=False,
-    patch_bias=False,
-    positions="none",
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
-)
-
 _QWEN2_VL = Family(
     qkv_bias=True,
     attention_out_bias=False,
     windows="flag",
     section="text_config",
     may_be_flat=True,
-    vision=replace(
-        _QWEN2_TOWER,
-        activations=("quick_gelu",),
-        keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
-        ffn_key=None,
-        defaults={"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "patch_size": 14},
-    ),
+    vision=QWEN2_VL_TOWER,
     defaults={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
@@ -213,14 +201,7 @@ _QWEN2_VL = Family(
 
 _QWEN2_5_VL = replace(
     _QWEN2_VL,
-    vision=replace(
-        _QWEN2_TOWER,
-        activations=("silu",),
-        gated=True,
-        root_norms=True,
-        windows=True,
-        defaults={"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
-    ),
+    vision=QWEN2_5_VL_TOWER,
     ignored=_QWEN2_VL.ignored | {"tokens_per_second"},
 )
 
@@ -228,7 +209,7 @@ _QWEN2_5_VL = replace(
 QWEN3_VL = Family(
     qk_norm="head",
     section="text_config",
-    vision=VisionFamily(151_655, 151_656, deepstack_layers=(8, 16, 24), sections=(24, 20, 20)),
+    vision=QWEN3_VL_TOWER,
     defaults={
         "head_dim": 128,
         "rope_theta": 500_000.0,
@@ -238,36 +219,6 @@ QWEN3_VL = Family(
     ignored=frozenset({"vision_start_token_id", "vision_end_token_id"}),
 )
 
-# The tower of GLM-4.1V to 4.6V, dense and with experts, to whose decoders a frame of a video is an image.
-GLM4V_TOWER = VisionFamily(
-    151_343,
-    151_344,
-    deepstack_layers=None,
-    sections=(8, 12, 12),
-    takes_turns=False,
-    activations=("silu",),
-    gated=True,
-    root_norms=True,
-    layer_bias=False,
-    first_norm=True,
-    last_norm=True,
-    norm_eps=1e-5,
-    positions="cubic",
-    merger="gated",
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
-    keys={"layer_norm_eps": "rms_norm_eps"},
-    ffn_key="out_hidden_size",
-    defaults={
-        "depth": 24,
-        "num_heads": 12,
-        "hidden_size": 1536,
-        "intermediate_size": 13_696,
-        "out_hidden_size": 4096,
-        "patch_size": 14,
-        "image_size": 336,
-    },
-)
 GLM4V_TOKENS = frozenset(
     {"image_start_token_id", "image_end_token_id", "image_token_id", "video_start_token_id", "video_end_token_id"}
 )
@@ -330,29 +281,7 @@ _MINISTRAL3 = replace(
 IN_MISTRAL3: dict[str, Any] = {
     "section": "text_config",
     "ties_whole": True,
-    "vision": VisionFamily(
-        10,
-        None,
-        deepstack_layers=None,
-        sections=None,
-        activations=("gelu", "silu"),
-        gated=True,
-        root_norms=True,
-        patch_bias=False,
-        layer_bias=False,
-        first_norm=True,
-        norm_eps=1e-5,
-        rope_alternates=True,
-        positions="none",
-        merger="projected",
-        has_lines=True,
-        frames=1,
-        mean=_CLIP_MEAN,
-        std=_CLIP_STD,
-        required_beside={"projector_hidden_act": "gelu", "vision_feature_layer": -1},
-        keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
-        defaults={"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
-    ),
+    "vision": PIXTRAL,
     # What a folder that describes no tower may have; and sizes of the tower that follow from others.
     "ignored": frozenset(
         {
@@ -544,27 +473,7 @@ DENSE: dict[str, Family] = {
         _GEMMA3,
         section="text_config",
         ties_whole=True,
-        # SigLIP's (arXiv 2303.15343).
-        vision=VisionFamily(
-            262_144,
-            None,
-            deepstack_layers=None,
-            sections=None,
-            last_norm=True,
-            merger="pooled",
-            turns=False,
-            ahead="everywhere",
-            frames=1,
-            keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
-            defaults={
-                "num_hidden_layers": 12,
-                "num_attention_heads": 12,
-                "hidden_size": 768,
-                "intermediate_size": 3072,
-                "patch_size": 16,
-                "image_size": 224,
-            },
-        ),
+        vision=SIGLIP,
         defaults={
             **_GEMMA3.defaults,
             "vocab_size": 262_208,
@@ -587,45 +496,7 @@ DENSE: dict[str, Family] = {
         _GEMMA4,
         section="text_config",
         ties_whole=True,
-        vision=VisionFamily(
-            258_880,
-            258_884,
-            deepstack_layers=None,
-            sections=None,
-            gated=True,
-            root_norms=True,
-            patch_bias=False,
-            layer_bias=False,
-            sandwich=True,
-            head_norms=True,
-            value_norms=True,
-            attention_scale=1.0,
-            positions="axes",
-            merger="scaled",
-            ahead="in windows",
-            ahead_key="use_bidirectional_attention",
-            frames=1,
-            own_pixels=True,
-            keys={
-                "depth": "num_hidden_layers",
-                "num_heads": "num_attention_heads",
-                "spatial_merge_size": "pooling_kernel_size",
-                "layer_norm_eps": "rms_norm_eps",
-                "hidden_act": "hidden_activation",
-            },
-            defaults={
-                "num_hidden_layers": 16,
-                "num_attention_heads": 12,
-                "num_key_value_heads": 12,
-                "head_dim": 64,
-                "hidden_size": 768,
-                "intermediate_size": 3072,
-                "patch_size": 16,
-                "pooling_kernel_size": 3,
-                "position_embedding_size": 10_240,
-                "rope_theta": 100.0,
-            },
-        ),
+        vision=GEMMA4_TOWER,
         ignored=_GEMMA4.ignored
         | {
             "audio_config",
@@ -649,26 +520,7 @@ DENSE: dict[str, Family] = {
     "GlmOcrForConditionalGeneration": replace(
         _GLM4V,
         qkv_bias=False,
-        vision=replace(
-            GLM4V_TOWER,
-            image_token_id=59_280,
-            video_token_id=59_281,
-            first_norm=False,
-            head_norms=True,
-            layer_bias=True,
-            layer_bias_key="attention_bias",
-            positions="none",
-            ffn_key="intermediate_size",
-            merger_ffn_key=None,
-            defaults={
-                "depth": 24,
-                "num_heads": 16,
-                "hidden_size": 1024,
-                "intermediate_size": 4096,
-                "out_hidden_size": 1536,
-                "patch_size": 14,
-            },
-        ),
+        vision=GLM_OCR_TOWER,
         defaults={**_GLM4V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
         ignored=GLM4V_TOKENS | {"attention_bias", "image_size", "num_nextn_predict_layers"},
     ),

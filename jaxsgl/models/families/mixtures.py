@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GLM4V_TOWER, GRANITE, GRANITE_SWA, HUNYUAN, QWEN3_VL
+from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GRANITE, GRANITE_SWA, HUNYUAN, QWEN3_VL
 from jaxsgl.models.families.layer_norms import COHERE2
+from jaxsgl.models.families.towers import GLM4V_MOE_TOWER
 from jaxsgl.models.family import Family, MoeFamily
 
 GRANITE_MOE = MoeFamily(
@@ -336,7 +337,7 @@ MIXTURES: dict[str, Family] = {
     "Glm4vMoeForConditionalGeneration": replace(
         _GLM4_MOE,
         section="text_config",
-        vision=replace(GLM4V_TOWER, image_token_id=151_363, video_token_id=151_364),
+        vision=GLM4V_MOE_TOWER,
         qk_norm=None,
         qk_norm_key=None,
         next_layers_key=None,

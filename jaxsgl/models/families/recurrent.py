@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from jaxsgl.models.families.dense import GRANITE
 from jaxsgl.models.families.mixtures import GRANITE_MOE, GRANITE_MOE_DEFAULTS
-from jaxsgl.models.family import Family, MoeFamily, VisionFamily
+from jaxsgl.models.families.towers import QWEN3_5_TOWER
+from jaxsgl.models.family import Family, MoeFamily
 
 # What LFM2, dense and with experts, has in common.
 _LFM2 = Family(
@@ -104,8 +105,6 @@ _HYBRID_MOE = MoeFamily(
     shared_ffn_key="shared_expert_intermediate_size",
     shared_gate=True,
 )
-
-_HYBRID_VISION = VisionFamily(248_056, 248_057, deepstack_layers=(), sections=(11, 11, 10))
 
 RECURRENT: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": replace(
@@ -240,7 +239,7 @@ RECURRENT |= {
     name.replace("ForCausalLM", "ForConditionalGeneration"): replace(
         RECURRENT[name],
         section="text_config",
-        vision=_HYBRID_VISION,
+        vision=QWEN3_5_TOWER,
         ignored=RECURRENT[name].ignored | {"vision_start_token_id", "vision_end_token_id"},
     )
     for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")

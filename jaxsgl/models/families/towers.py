@@ -1,0 +1,221 @@
+"""The towers of families that see images, as data: which keys config.json has for them, and what these imply.
+
+Owns what `VisionFamily` says of each. The decoders next to them are in the other files of this folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxsgl.models.family import VisionFamily
+
+# By which the processors of several families normalize, CLIP's (arXiv 2103.00020).
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+# What the towers of Qwen2-VL and Qwen2.5-VL have in common.
+_QWEN2_TOWER = VisionFamily(
+    151_655,
+    151_656,
+    deepstack_layers=None,
+    sections=(16, 24, 24),
+    takes_turns=False,
+    patch_bias=False,
+    positions="none",
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+)
+
+QWEN2_VL_TOWER = replace(
+    _QWEN2_TOWER,
+    activations=("quick_gelu",),
+    keys={"hidden_size": "embed_dim", "out_hidden_size": "hidden_size"},
+    ffn_key=None,
+    defaults={"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "patch_size": 14},
+)
+
+QWEN2_5_VL_TOWER = replace(
+    _QWEN2_TOWER,
+    activations=("silu",),
+    gated=True,
+    root_norms=True,
+    windows=True,
+    defaults={"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
+)
+
+QWEN3_VL_TOWER = VisionFamily(151_655, 151_656, deepstack_layers=(8, 16, 24), sections=(24, 20, 20))
+
+QWEN3_5_TOWER = VisionFamily(248_056, 248_057, deepstack_layers=(), sections=(11, 11, 10))
+
+# The tower of GLM-4.1V to 4.6V, dense and with experts, to whose decoders a frame of a video is an image.
+GLM4V_TOWER = VisionFamily(
+    151_343,
+    151_344,
+    deepstack_layers=None,
+    sections=(8, 12, 12),
+    takes_turns=False,
+    activations=("silu",),
+    gated=True,
+    root_norms=True,
+    layer_bias=False,
+    first_norm=True,
+    last_norm=True,
+    norm_eps=1e-5,
+    positions="cubic",
+    merger="gated",
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    keys={"layer_norm_eps": "rms_norm_eps"},
+    ffn_key="out_hidden_size",
+    defaults={
+        "depth": 24,
+        "num_heads": 12,
+        "hidden_size": 1536,
+        "intermediate_size": 13_696,
+        "out_hidden_size": 4096,
+        "patch_size": 14,
+        "image_size": 336,
+    },
+)
+
+GLM4V_MOE_TOWER = replace(GLM4V_TOWER, image_token_id=151_363, video_token_id=151_364)
+
+GLM_OCR_TOWER = replace(
+    GLM4V_TOWER,
+    image_token_id=59_280,
+    video_token_id=59_281,
+    first_norm=False,
+    head_norms=True,
+    layer_bias=True,
+    layer_bias_key="attention_bias",
+    positions="none",
+    ffn_key="intermediate_size",
+    merger_ffn_key=None,
+    defaults={
+        "depth": 24,
+        "num_heads": 16,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "out_hidden_size": 1536,
+        "patch_size": 14,
+    },
+)
+
+# Mistral 3's (arXiv 2410.07073).
+PIXTRAL = VisionFamily(
+    10,
+    None,
+    deepstack_layers=None,
+    sections=None,
+    activations=("gelu", "silu"),
+    gated=True,
+    root_norms=True,
+    patch_bias=False,
+    layer_bias=False,
+    first_norm=True,
+    norm_eps=1e-5,
+    rope_alternates=True,
+    positions="none",
+    merger="projected",
+    has_lines=True,
+    frames=1,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    required_beside={"projector_hidden_act": "gelu", "vision_feature_layer": -1},
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    defaults={"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
+)
+
+# Gemma 3's (arXiv 2303.15343).
+SIGLIP = VisionFamily(
+    262_144,
+    None,
+    deepstack_layers=None,
+    sections=None,
+    last_norm=True,
+    merger="pooled",
+    turns=False,
+    ahead="everywhere",
+    frames=1,
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    defaults={
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "patch_size": 16,
+        "image_size": 224,
+    },
+)
+
+GEMMA4_TOWER = VisionFamily(
+    258_880,
+    258_884,
+    deepstack_layers=None,
+    sections=None,
+    gated=True,
+    root_norms=True,
+    patch_bias=False,
+    layer_bias=False,
+    sandwich=True,
+    head_norms=True,
+    value_norms=True,
+    attention_scale=1.0,
+    positions="axes",
+    merger="scaled",
+    ahead="in windows",
+    ahead_key="use_bidirectional_attention",
+    frames=1,
+    own_pixels=True,
+    keys={
+        "depth": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "spatial_merge_size": "pooling_kernel_size",
+        "layer_norm_eps": "rms_norm_eps",
+        "hidden_act": "hidden_activation",
+    },
+    defaults={
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 10_240,
+        "rope_theta": 100.0,
+    },
+)
+
+INTERNVL_TOWER = VisionFamily(
+    151_667,
+    None,
+    deepstack_layers=None,
+    sections=None,
+    activations=("gelu",),
+    class_token=True,
+    layer_scales=True,
+    norm_key="norm_type",
+    joint_norms_key="use_qk_norm",
+    qkv_bias_key="attention_bias",
+    merger="square",
+    turns=False,
+    frames=1,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    required={"use_absolute_position_embeddings": True, "use_mean_pooling": True, "use_mask_token": False},
+    required_beside={
+        "downsample_ratio": 0.5,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+    },
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    defaults={
+        "num_hidden_layers": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "patch_size": 14,
+        "image_size": 448,
+    },
+)
