@@ -54,8 +54,8 @@ _RETIRED = b"\xff"
 def namespace_of(cache_salt: str, adapter: str | None = None, source: str = "") -> bytes:
     """The namespace of a request's prefixes.
 
-    `adapter` stands for one loading of an adapter, in this start of the server and any other, since pages in host
-    memory outlive both: loading other weights under the same name must give another text. `source` is that of
+    `adapter` stands for an adapter's numbers, not its name: other weights under the same name must give another text,
+    and pages in host memory and in files outlive a loading and a start of the server. `source` is that of
     `Request.kv_source`.
     """
     namespace = cache_salt.encode("utf-8", "surrogatepass")

@@ -54,7 +54,8 @@ class Adapter:
       number: of the loading; never used again.
       name, folder, rank, pinned, alias: see `LoadAdapter`.
       digest: of what was read, equal on servers that have read the same.
-      loading: stands for this loading in namespaces; unlike that of any other server.
+      identity: stands for it in namespaces: `digest`, so that an equal adapter finds its prefixes again, after another
+        start, too. One that has no digest is like no other.
       num_requests: samples that have it and have not ended.
       num_admitted: of those, the ones that hold a row.
       place: its small number on the device, 0 while it isn't there.
@@ -68,11 +69,14 @@ class Adapter:
     pinned: bool
     digest: str = ""
     alias: str = ""
-    loading: str = field(default_factory=lambda: uuid.uuid4().hex)
+    identity: str = field(init=False)
     num_requests: int = 0
     num_admitted: int = 0
     place: int = 0
     last_used: int = 0
+
+    def __post_init__(self) -> None:
+        self.identity = self.digest or uuid.uuid4().hex
 
 
 class State(enum.Enum):
@@ -187,8 +191,8 @@ class Req:
         self.prefilled = False
         self.priority = request.priority
         self.adapter = adapter
-        loading = None if adapter is None else adapter.loading
-        self.namespace = namespace_of(request.cache_salt, loading, request.kv_source)
+        identity = None if adapter is None else adapter.identity
+        self.namespace = namespace_of(request.cache_salt, identity, request.kv_source)
         self.num_ahead = 0
         self.cached_tokens = 0
         self.max_found_tokens = self.prompt_len

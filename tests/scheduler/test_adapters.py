@@ -111,6 +111,14 @@ def test_same_name_with_new_weights_finds_no_old_kv() -> None:
     assert list(engine.adapters.kept) == [2]
 
 
+def test_equal_weights_find_their_kv_after_another_loading_under_another_name() -> None:
+    script: Script = [[load(1, "one", 1)], ANSWERED, [ask("a", "one")], [UnloadAdapter(2, "one")], ANSWERED]
+    script += [[load(3, "two", 1), load(4, "none of these", 1, rank=2)], ANSWERED, [ask("b", "two")]]
+    mailbox, _, _ = serve([*script, *[[]] * 40, [ask("c", "none of these")]])
+    assert mailbox.output_ids("a") == mailbox.output_ids("b") == tokens_of(1)
+    assert {reply.request_id: reply.cached_tokens for reply in mailbox.replies} == {"a": 0, "b": 28, "c": 0}
+
+
 def test_a_salt_that_imitates_an_adapter_does_not_reach_its_kv() -> None:
     salted = [changed(ask(f"s{i}", ""), cache_salt=salt) for i, salt in enumerate(("one", "1", "\xfe1"))]
     script: Script = [[load(1, "one", 1)], ANSWERED, [ask("a", "one")], *[[]] * 40, list(salted)]

@@ -74,8 +74,8 @@ class KvNames:
         if not request.adapter:
             return ids, namespace_of(request.cache_salt, None, request.kv_source)
         adapter = self._adapter_of(request)
-        loading = "" if adapter is None else adapter.loading
-        return ids, namespace_of(request.cache_salt, loading, request.kv_source)
+        identity = "" if adapter is None else adapter.identity
+        return ids, namespace_of(request.cache_salt, identity, request.kv_source)
 
     def _adapter_of(self, request: Request) -> Adapter | None:
         return self._adapters.named(request.adapter)

@@ -1,6 +1,6 @@
 """`AdapterTable`: which LoRA adapters are loaded, which of them are on the device, and which requests have them.
 
-    load       a name and a rank; each loading has a number and a namespace of prefixes of its own, whatever its name
+    load       a name and a rank; a loading has a number, and shares prefixes with those of equal adapters
     retire     requests can't name it any more; it is forgotten when the last one that has it has ended
     place      gives a loaded adapter columns of the device's pool, those of unused ones if none are free
 
