@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not asks:
             raise ValueError(f"{config.dataset.dataset_path} has no requests")
         if config.output_file:
-            Path(config.output_file).open("a").close()  # a file that can't be written fails now, not after the run
+            check_writable(Path(config.output_file))  # now, not after the run
         outcome = asyncio.run(load(config, asks))
     except (JaxsglError, BackendError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,6 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
     if failed:
         print(f"failed:\n{failed}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError if nothing can be added to the file; leaves no new one."""
+    existed = path.exists()
+    path.open("a").close()
+    if not existed:
+        path.unlink()
 
 
 if __name__ == "__main__":
