@@ -18,7 +18,7 @@ pytestmark = pytest.mark.foreign
 ROOT = Path(__file__).parents[1]
 OLDEST_MINOR = 11  # the lowest versions have no wheels for newer Pythons
 # Of the packages that only tests need, those of the tests that run here.
-TEST_PACKAGES = {"hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "httpx"}
+TEST_PACKAGES = {"hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "httpx", "tiktoken"}
 # The front end through HTTP and gRPC; the engine and its kernels are behind the line in ONE_ANSWER.
 SERVER_TESTS = ("tests/frontend/test_service.py", "tests/frontend/test_sglang_http.py")
 ONE_ANSWER = """

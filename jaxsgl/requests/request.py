@@ -324,7 +324,8 @@ def _foreign_numbers(params: SamplingParams) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """`value` as Python's integer or float, if it is a number; anything else as it is."""
-    if type(value) in PLAIN:
+    is_truth = getattr(getattr(value, "dtype", None), "kind", "") == "b"  # NumPy before 2.1 takes it for an index
+    if type(value) in PLAIN or is_truth:
         return value
     try:
         return operator.index(value)
