@@ -237,7 +237,9 @@ class MoE(Matrices):
         return product(x_TD, self.matrix("shared_gate"), jnp.float32)[:, 0] if self.spec.shared_gate else None
 
     def _shared(self, shared: MLP, x_TD: jax.Array, kernels: KernelChoice) -> jax.Array:
-        out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD) * self.spec.shared_scale
+        out_TD = sum_parts(shared(x_TD, summed=num_parts("ffn") == 1, kernels=kernels), x_TD)
+        if self.spec.shared_scale != 1:
+            out_TD = out_TD * self.spec.shared_scale
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 

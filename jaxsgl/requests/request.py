@@ -324,8 +324,9 @@ def _foreign_numbers(params: SamplingParams) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """`value` as Python's integer or float, if it is a number; anything else as it is."""
-    is_truth = getattr(getattr(value, "dtype", None), "kind", "") == "b"  # NumPy before 2.1 takes it for an index
-    if type(value) in PLAIN or is_truth:
+    if type(value) in PLAIN:
+        return value
+    if getattr(getattr(value, "dtype", None), "kind", "") == "b":  # which older versions of NumPy take for an index
         return value
     try:
         return operator.index(value)
