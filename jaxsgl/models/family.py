@@ -179,8 +179,8 @@ class Family:
       norms_key: the key that says whether `norms` are "sandwich"; else they are "pre". None: they are as told here.
       norm_eps_key: the key of what is added to mean squares.
       centred: norms take the mean of a row away first (LayerNorm); else they don't (RMSNorm).
-      root_norm_key: the key of what RMSNorm adds to mean squares. Where config.json sets it, norms are RMSNorm, whatever
-        `centred` is. None: the family has no such key.
+      root_norm_key: the key of what RMSNorm adds to mean squares. Where config.json sets it, norms are RMSNorm,
+        whatever `centred` is. None: the family has no such key.
       norm_bias: norms add a bias.
       parallel: see `ModelArch`.
       parallel_key: the key that says whether `parallel` holds; None: it does.
