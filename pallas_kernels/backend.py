@@ -132,6 +132,7 @@ class AddAndNorm(Protocol):
         scales: jax.Array,
         row: int,
         eps: float,
+        biases: jax.Array | None,
         in_float8: bool,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array | ScaledRows]:

@@ -25,9 +25,27 @@ class Biased:
     """`[D]`."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """An update on which something is still to be done, in this order, before it is added."""
+
+    update: jax.Array | Biased | Choices
+    scales: jax.Array | None = None
+    """`[L, D]`, of which the update's own RMSNorm takes `row`; None: it has none."""
+    row: int | jax.Array | None = None
+    """None where there are no scales."""
+    eps: float = dataclasses.field(default=0.0, metadata={"static": True})
+    """Of that norm."""
+    centred: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether its mean is taken off, first of all."""
+    factor: float | None = dataclasses.field(default=None, metadata={"static": True})
+    """What it is multiplied by, last; None: nothing."""
+
+
 # What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, one of these before its bias is
-# added, or the results of experts.
-Update: TypeAlias = jax.Array | Biased | Choices
+# added, or the results of experts; or one of all these before it is finished.
+Update: TypeAlias = jax.Array | Biased | Choices | Finished
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
@@ -49,26 +67,52 @@ def centred(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return (x32 - means(x32)).astype(dtype)
 
 
-def scale_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
+def multiplied(x: jax.Array, factor: float) -> jax.Array:
+    """x times a factor that is not rounded to its dtype first: that would be off the same way in each layer."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def scale_of(stack: jax.Array, row: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Row `row` of the scales of norms, for numbers in `dtype`: not narrowed, since some scales need float32."""
     return row_of(stack, row, jnp.promote_types(stack.dtype, dtype))
 
 
-def row_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
+def row_of(stack: jax.Array, row: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Row `row` of an array of vectors, in `dtype`."""
     return stack.astype(dtype)[row]
 
 
-def add_then_norm(x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float) -> tuple[jax.Array, jax.Array]:
+def add_then_norm(
+    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, biases: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """See `add_and_norm`."""
     x = x + sum_parts(update, x)
-    return x, rms_norm(x, scale_of(scales, row, x.dtype), eps)
+    normed = rms_norm(x, scale_of(scales, row, x.dtype), eps)
+    return x, normed if biases is None else biased(normed, biases, row)
+
+
+def biased(normed: jax.Array, biases: jax.Array, row: int) -> jax.Array:
+    """What is normalized, with row `row` of the biases `[L, D]`."""
+    return (normed.astype(jnp.float32) + row_of(biases, row, jnp.dtype(jnp.float32))).astype(normed.dtype)
 
 
 def sum_parts(update: Update, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
+    if isinstance(update, Finished):
+        return _finished(update, x)
     if isinstance(update, Choices):
         return update.total()
     if isinstance(update, Biased):
         return whole(update.product, x.ndim, x.dtype) + update.bias.astype(x.dtype)
     return whole(update, x.ndim, x.dtype)
+
+
+def _finished(update: Finished, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    if update.centred:  # of sums that are not rounded before
+        wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        rows = centred(sum_parts(update.update, wide), x.dtype)
+    else:
+        rows = sum_parts(update.update, x)
+    if update.scales is not None and update.row is not None:
+        rows = rms_norm(rows, scale_of(update.scales, update.row, x.dtype), update.eps)
+    return rows if update.factor is None else multiplied(rows, update.factor)

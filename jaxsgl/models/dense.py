@@ -51,7 +51,7 @@ from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Update, centred, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Finished, Update, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
@@ -352,23 +352,22 @@ class DecoderLayers(Matrices):
         """
         eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
         update = updates[0]
-        if self.arch.centred or len(updates) > 1:
+        if len(updates) > 1:
             wide = jax.ShapeDtypeStruct(x_TD.shape, jnp.float32)
             total = sum(sum_parts(each, wide).astype(wide.dtype) for each in updates)
             assert isinstance(total, jax.Array), "there is an update"
-            update = centred(total, x_TD.dtype) if self.arch.centred else total.astype(x_TD.dtype)
-        if out_norm is not None:
-            update = rms_norm(sum_parts(update, x_TD), scale_of(*out_norm, x_TD.dtype), eps)
-        if scale is not None:
-            update = _scaled(sum_parts(update, x_TD), scale)
+            update = total[None] if self.arch.centred else total.astype(x_TD.dtype)  # a part is rounded later
+        if self.arch.centred or out_norm is not None or scale is not None:
+            norms, row = (None, None) if out_norm is None else out_norm
+            update = Finished(update, norms, row, eps, self.arch.centred, scale)
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD
         take_rounded = [each is not None and rounds_rows(x_TD.dtype, each) for each in readers]
         if take_rounded and all(take_rounded) and next_norm.bias is None:
             return add_and_norm_in_float8(x_TD, update, *next_norm.scale, eps, backend=kernels.add_and_norm)
-        x_TD, normed_TD = add_and_norm(x_TD, update, *next_norm.scale, eps, backend=kernels.add_and_norm)
-        return x_TD, next_norm.biased(normed_TD)
+        biases = None if next_norm.bias is None else next_norm.bias[0]  # whose row is that of the scales
+        return add_and_norm(x_TD, update, *next_norm.scale, eps, biases=biases, backend=kernels.add_and_norm)
 
 
 class Decoder(DecoderLayers):
@@ -451,7 +450,7 @@ class Decoder(DecoderLayers):
             return rows_TD
         if self.arch.rounds_embedding_scale:
             return rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
-        return _scaled(rows_TD, scale)
+        return multiplied(rows_TD, scale)
 
     def _as_text(self, token_ids: jax.Array, images: ImageTokens | None) -> jax.Array:
         """The ids `[T]`, of which those of images stand for nothing."""
@@ -518,11 +517,6 @@ def _note(streams: dict[int, Any] | None, index: int, x_TD: jax.Array) -> None:
 def _no_experts(rows_TD: Rows) -> jax.Array:
     """What a layer without experts has chosen."""
     return jnp.zeros((len(rows_TD), 0), jnp.int32)
-
-
-def _scaled(x_TD: jax.Array, factor: float) -> jax.Array:
-    """`x_TD` times a factor that is not rounded to its dtype first: that would be off the same way in each layer."""
-    return (x_TD.astype(jnp.float32) * factor).astype(x_TD.dtype)
 
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

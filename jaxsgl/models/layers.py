@@ -30,7 +30,7 @@ from jaxsgl.models.units import unit_of, xielu
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Biased, Update, centred, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Biased, Update, biased, centred, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
@@ -51,13 +51,8 @@ class Norm(NamedTuple):
 
     def __call__(self, x_TD: jax.Array, eps: float) -> jax.Array:
         """The rows, normalized."""
-        return self.biased(rms_norm(x_TD, scale_of(*self.scale, x_TD.dtype), eps))
-
-    def biased(self, normed_TD: jax.Array) -> jax.Array:
-        """What is normalized already, with the bias."""
-        if self.bias is None:
-            return normed_TD
-        return (normed_TD.astype(jnp.float32) + row_of(*self.bias, jnp.dtype(jnp.float32))).astype(normed_TD.dtype)
+        normed_TD = rms_norm(x_TD, scale_of(*self.scale, x_TD.dtype), eps)
+        return normed_TD if self.bias is None else biased(normed_TD, *self.bias)
 
 
 class LayerRows:

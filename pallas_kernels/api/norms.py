@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_kernel_or_xla
 from pallas_kernels.experts import Choices
-from pallas_kernels.norm import Biased, Update, add_then_norm
+from pallas_kernels.norm import Biased, Finished, Update, add_then_norm
 from pallas_kernels.scaled import ROW_GROUP, ScaledRows, rounded_rows
 
 
@@ -20,6 +20,7 @@ def add_and_norm(
     row: int,
     eps: float,
     *,
+    biases: jax.Array | None = None,
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -28,17 +29,18 @@ def add_and_norm(
     Args:
         x: `[T, D]`.
         update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or one of these as
-            `Biased`; or `Choices` of T tokens, whose rows are in x's dtype.
+            `Biased`; or `Choices` of T tokens, whose rows are in x's dtype; or any of these as `Finished`.
         scales: `[L, D]`, of which this norm takes `row`.
         row: index of the norm's scale.
         eps: added to the mean square.
+        biases: `[L, D]`, of which `row` is added to the norm; None: none.
         backend: a backend that has the op, or "auto"; "xla" always has it.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    total, normed = _add_and_norm(x, update, scales, row, eps, False, backend, interpret)
+    total, normed = _add_and_norm(x, update, scales, row, eps, biases, False, backend, interpret)
     assert isinstance(normed, jax.Array)
     return total, normed
 
@@ -60,7 +62,7 @@ def add_and_norm_in_float8(
     """
     if x.shape[-1] % ROW_GROUP:
         raise ValueError(f"x is {x.shape}; it must be [T, D] with a D that is a multiple of {ROW_GROUP}")
-    total, normed = _add_and_norm(x, update, scales, row, eps, True, backend, interpret)
+    total, normed = _add_and_norm(x, update, scales, row, eps, None, True, backend, interpret)
     return total, normed if isinstance(normed, ScaledRows) else rounded_rows(normed)
 
 
@@ -70,6 +72,7 @@ def _add_and_norm(
     scales: jax.Array,
     row: int,
     eps: float,
+    biases: jax.Array | None,
     in_float8: bool,
     backend: str,
     interpret: bool,
@@ -78,15 +81,24 @@ def _add_and_norm(
     _check_update(update, x)
     if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
         raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
+    if biases is not None and biases.shape != scales.shape:
+        raise ValueError(f"biases are {biases.shape}; they must be {scales.shape}, as the scales")
     kernel = choose_kernel_or_xla(
         "add_and_norm", lambda each: each.add_and_norm, backend, x, update, interpret=interpret
     )
     if kernel is None:
-        return add_then_norm(x, update, scales, row, eps)
-    return kernel(x, update, scales, row, eps, in_float8, interpret)
+        return add_then_norm(x, update, scales, row, eps, biases)
+    return kernel(x, update, scales, row, eps, biases, in_float8, interpret)
 
 
 def _check_update(update: Update, x: jax.Array) -> None:
+    if isinstance(update, Finished):
+        norms = update.scales
+        if norms is not None and (norms.ndim != 2 or norms.shape[1:] != x.shape[1:] or update.row is None):
+            raise ValueError(
+                f"the update's norm takes row {update.row} of {norms.shape}; it must be a row of [L, {x.shape[1]}]"
+            )
+        update = update.update
     if isinstance(update, Choices):
         rows, tokens = update.rows, update.place_of.shape[:1]
         if (

@@ -132,6 +132,13 @@ class KernelShapes:
     """Whether queries, keys and values have biases that the kernel adds."""
     has_out_bias: bool = False
     """Whether products that go back to the residual stream have biases."""
+    has_out_norms: bool = False
+    """Whether what these yield is normalized before it is added."""
+    is_centred: bool = False
+    """Whether its mean is taken off."""
+    residual_scale: float | None = None
+    """What it is multiplied by; None: nothing."""
+    has_norm_bias: bool = False
     has_head_norms: bool = False
     """Whether queries and keys are normalized head by head."""
     rotates_first: bool = False

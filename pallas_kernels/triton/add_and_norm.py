@@ -3,7 +3,9 @@
 XLA makes two kernels of it, since it fuses no sum that has two readers into a norm: docs/kernels/triton.md.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.norm import Update
+from pallas_kernels.experts import Choices
+from pallas_kernels.norm import Biased, Finished, Update
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledRows
 from pallas_kernels.triton.float8_rows import rounded_groups
@@ -30,36 +33,59 @@ def refuse_add_and_norm(x: jax.Array, update: Update) -> str | None:
 
 
 def add_and_norm(
-    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, in_float8: bool, interpret: bool
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    biases: jax.Array | None,
+    in_float8: bool,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array | ScaledRows]:
     """See `backend.AddAndNorm`."""
-    return _of_any_row(x, update, scales, index_of(row), eps, in_float8, interpret)
+    if isinstance(update, Finished) and update.row is not None:
+        update = dataclasses.replace(update, row=index_of(update.row))
+    return _of_any_row(x, update, scales, index_of(row), eps, biases, in_float8, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "in_float8", "interpret"))
 def _of_any_row(
-    x: jax.Array, update: Update, scales: jax.Array, row: jax.Array, eps: float, in_float8: bool, interpret: bool
+    x: jax.Array,
+    update: Update,
+    scales: jax.Array,
+    row: jax.Array,
+    eps: float,
+    biases: jax.Array | None,
+    in_float8: bool,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array | ScaledRows]:
     """The same with the scales of row `[1]`."""
     width = pl.next_power_of_2(x.shape[1])
+    leaves, tree = jax.tree.flatten((update, scales, biases))
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     groups = (x.shape[1] // ROW_GROUP, x.shape[0])
     rounded = jax.ShapeDtypeStruct(x.shape, FLOAT8), jax.ShapeDtypeStruct(groups, jnp.float32)
     total, *normed = pl.pallas_call(
-        functools.partial(_kernel, eps=eps, width=width, in_float8=in_float8),
+        functools.partial(_kernel, tree=tree, eps=eps, width=width, in_float8=in_float8),
         out_shape=(out, *(rounded if in_float8 else (out,))),
         grid=(x.shape[0],),
         compiler_params=plgpu.CompilerParams(num_warps=min(max(width // 256, 1), 16)),  # 8 numbers a thread
         interpret=interpret,
         name="add_and_norm",
-    )(row, x, *jax.tree.leaves(update), scales)
+    )(row, x, *leaves)
     return total, ScaledRows(normed[0], normed[1], x.dtype) if in_float8 else normed[0]
 
 
-def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int, in_float8: bool) -> None:
+def _kernel(
+    row_ref: Any, x_ref: Any, *refs: Any, tree: jax.tree_util.PyTreeDef, eps: float, width: int, in_float8: bool
+) -> None:
+    """`refs` are the leaves of the update, the scales and the biases, then the results."""
     num_results = 3 if in_float8 else 2
-    (*update_refs, scales_ref), (total_ref, *normed_refs) = refs[:-num_results], refs[-num_results:]
+    update, scales_ref, biases_ref = jax.tree.unflatten(tree, refs[:-num_results])
+    total_ref, *normed_refs = refs[-num_results:]
+    finished = update if isinstance(update, Finished) else Finished(update)
     row = row_ref[0]  # first: the scales wait for it while the sum is computed
+    own_row = None if finished.row is None else finished.row[0]
     token = pl.program_id(0)
     size = x_ref.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)
@@ -68,31 +94,51 @@ def _kernel(row_ref: Any, x_ref: Any, *refs: Any, eps: float, width: int, in_flo
     def load(ref: Any, *index: Any) -> jax.Array:
         return plgpu.load(ref.at[(*index, column)], mask=is_real, other=0).astype(jnp.float32)
 
-    update_ref, *others = update_refs
-    if len(others) == 2:
-        place_of_ref, shares_ref = others
-        choices = range(place_of_ref.shape[1])
-        terms = [shares_ref[token, each] * load(update_ref, place_of_ref[token, each]) for each in choices]
-    elif len(update_ref.shape) == 2:
-        terms = [load(update_ref, token)]
-    else:
-        terms = [load(update_ref, part, token) for part in range(update_ref.shape[0])]
     # Rounded before a bias or the stream is added, and the sum before it is normalized, as if each were an array of its
     # own.
     dtype = x_ref.dtype
-    update = functools.reduce(jnp.add, terms).astype(dtype)
-    if len(others) == 1:
-        update = (update.astype(jnp.float32) + load(others[0])).astype(dtype)
-    total = (load(x_ref, token) + update.astype(jnp.float32)).astype(dtype)
-    total32 = total.astype(jnp.float32)
-    inverse_rms = lax.rsqrt(jnp.sum(total32 * total32) / size + eps)
-    normed = total32 * inverse_rms * load(scales_ref, row)
-    plgpu.store(total_ref.at[token, column], total, mask=is_real)
+
+    def rounded(rows: jax.Array) -> jax.Array:
+        return rows.astype(dtype).astype(jnp.float32)
+
+    def normalized(rows: jax.Array, scales_ref: Any, row: jax.Array, eps: float) -> jax.Array:
+        return rows * lax.rsqrt(jnp.sum(rows * rows) / size + eps) * load(scales_ref, row)
+
+    if finished.centred:
+        whole = _summed(finished.update, token, load, lambda rows: rows)
+        added = rounded(jnp.where(is_real, whole - jnp.sum(whole) / size, 0))
+    else:
+        added = rounded(_summed(finished.update, token, load, rounded))
+    if own_row is not None:
+        added = rounded(normalized(added, finished.scales, own_row, finished.eps))
+    if finished.factor is not None:
+        added = rounded(added * finished.factor)
+    total = rounded(load(x_ref, token) + added)
+    normed = normalized(total, scales_ref, row, eps)
+    if biases_ref is not None:
+        normed = rounded(normed) + load(biases_ref, row)
+    plgpu.store(total_ref.at[token, column], total.astype(dtype), mask=is_real)
     if not in_float8:
         plgpu.store(normed_refs[0].at[token, column], normed.astype(dtype), mask=is_real)
         return
     numbers_ref, scale_ref = normed_refs
-    numbers, scale = rounded_groups(normed.astype(dtype).astype(jnp.float32))
+    numbers, scale = rounded_groups(rounded(normed))
     group = jnp.arange(len(scale), dtype=jnp.int32)
     plgpu.store(numbers_ref.at[token, column], numbers, mask=is_real)
     plgpu.store(scale_ref.at[group, token], scale, mask=group < scale_ref.shape[0])
+
+
+def _summed(
+    update: Any, token: jax.Array, load: Callable[..., jax.Array], rounded: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Row `token` `[width]` float32 of an update whose leaves are references; `rounded` before a bias is added."""
+    if isinstance(update, Biased):
+        return rounded(_summed(update.product, token, load, rounded)) + load(update.bias)
+    if isinstance(update, Choices):
+        choices = range(update.place_of.shape[1])
+        terms = [update.shares[token, each] * load(update.rows, update.place_of[token, each]) for each in choices]
+    elif len(update.shape) == 2:
+        return load(update, token)
+    else:
+        terms = [load(update, part, token) for part in range(update.shape[0])]
+    return functools.reduce(jnp.add, terms)

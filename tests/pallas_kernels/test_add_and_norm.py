@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import add_and_norm, add_and_norm_in_float8, float8_rows
-from pallas_kernels.norm import Biased, sum_parts
+from pallas_kernels.norm import Biased, Finished, sum_parts
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
@@ -51,14 +51,59 @@ def test_a_bias_is_added_to_what_the_product_is_rounded_to(size: int, num_parts:
         add_and_norm(x, Biased(update, jnp.zeros(size + 1)), scales, 1, EPS)
 
 
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize(
+    ("size", "num_parts", "centred", "factor"), [(64, 3, False, None), (100, 0, False, 0.3), (100, 3, True, 0.7)]
+)
+def test_an_update_is_centred_then_normalized_then_scaled(
+    size: int, num_parts: int, centred: bool, factor: float | None, backend: str
+) -> None:
+    x, update, scales = arrays(size, num_parts, jnp.float32)
+    own = scales + 1
+    finished = Finished(update, own, 2, EPS, centred, factor)
+    total, normed = add_and_norm(x, finished, scales, 1, EPS, backend=backend, interpret=backend == "triton")
+    exact = np.asarray(update, np.float64)
+    exact = exact.sum(axis=0) if num_parts else exact
+    if centred:
+        exact -= exact.mean(axis=1, keepdims=True)
+    exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(own, np.float64)[2]
+    exact = np.asarray(x, np.float64) + exact * (factor or 1)
+    assert_close(total, exact, jnp.float32)
+    right = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(scales, np.float64)[1]
+    assert_close(normed, right, jnp.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+def test_a_norm_may_have_a_bias(backend: str) -> None:
+    x, update, scales = arrays(100, 3, jnp.float32)
+    options: dict[str, Any] = {"backend": backend, "interpret": backend == "triton"}
+    total, normed = add_and_norm(x, update, scales, 1, EPS, biases=scales - 2, **options)
+    plain_total, plain = add_and_norm(x, update, scales, 1, EPS, backend="xla")
+    assert_close(total, np.asarray(plain_total, np.float64), jnp.float32)
+    assert_close(normed, np.asarray(plain + scales[1] - 2, np.float64), jnp.float32)
+    with pytest.raises(ValueError, match=r"biases are \(2, 100\); they must be \(3, 100\), as the scales"):
+        add_and_norm(x, update, scales, 1, EPS, biases=scales[:2], **options)
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+def test_an_update_is_centred_before_it_is_rounded(backend: str) -> None:
+    x, update, scales = arrays(64, 3, jnp.bfloat16)
+    bias = jnp.full(64, 300, jnp.bfloat16)  # among which a bfloat16 keeps no fraction
+    finished = Finished(Biased(update, bias), centred=True)
+    total, _ = add_and_norm(x * 0, finished, scales, 1, EPS, backend=backend, interpret=backend == "triton")
+    exact = np.asarray(update, np.float64).sum(axis=0)
+    assert_close(total, exact - exact.mean(axis=1, keepdims=True), jnp.bfloat16)
+
+
 @pytest.mark.parametrize("num_parts", [0, 8])
-def test_a_gpu_runs_one_kernel_that_adds_the_parts_up_and_finds_its_row(num_parts: int) -> None:
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_gpu_runs_one_kernel_that_adds_the_parts_up_and_finds_its_rows(num_parts: int, is_finished: bool) -> None:
+    def run(x: jax.Array, update: jax.Array, scales: jax.Array) -> Any:
+        finished = Finished(update, scales, 1, EPS, centred=True, factor=0.5)
+        return add_and_norm(x, finished if is_finished else update, scales, 2, EPS)
+
     with on_an_h100():
-        text = str(
-            jax.make_jaxpr(lambda x, update, scales: add_and_norm(x, update, scales, 2, EPS))(
-                *arrays(64, num_parts, jnp.bfloat16)
-            )
-        )
+        text = str(jax.make_jaxpr(run)(*arrays(64, num_parts, jnp.bfloat16)))
     assert text.count("pallas_call") == 1
     assert "slice" not in text.split("pallas_call")[0]
 
@@ -85,3 +130,7 @@ def test_wrong_arguments_are_named() -> None:
         add_and_norm_in_float8(x, update, scales, 0, EPS)
     with pytest.raises(ValueError, match=r"scales \(3, 64\) \[L, D\] with a row 3"):
         add_and_norm(x, update, scales, 3, EPS)
+    with pytest.raises(
+        ValueError, match=r"the update's norm takes row None of \(3, 64\); it must be a row of \[L, 64\]"
+    ):
+        add_and_norm(x, Finished(update, scales), scales, 0, EPS)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
-from pallas_kernels.norm import Biased, Update
+from pallas_kernels.norm import Biased, Finished, Update
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import FLOAT8_TOLERANCE, TOLERANCE, Case
 from pallas_kernels.selftest.cases.arguments import EPS, NUM_PARTS, ROW, in_float32, in_parts_of
@@ -28,15 +28,15 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
         x = normal(keys[0], 1.0, shape=(num_tokens, shapes.hidden_size), dtype=dtype)
         product = normal(keys[1], 1.0, shape=(*parts, num_tokens, shapes.hidden_size), dtype=in_parts_of(dtype, parts))
         bias = normal(keys[3], 1.0, shape=(shapes.hidden_size,), dtype=dtype)
-        update = Biased(product, bias) if shapes.has_out_bias else product
         scales = normal(keys[2], 1.0, shape=(ROW + 2, shapes.hidden_size), dtype=jnp.dtype(shapes.norm_dtype))
-        wide: tuple[jax.Array, Update, jax.Array] = in_float32((x, update, scales))
+        update = _update(product, bias, scales, shapes)
+        wide = in_float32(x), _update(*in_float32((product, bias, scales)), shapes), in_float32(scales)
 
         yield Case(
             f"{num_tokens} tokens" + (" in parts" if parts else ""),
             TOLERANCE[shapes.dtype],
-            functools.partial(_added, x, update, scales),
-            functools.partial(_added, *wide, "xla", False),
+            functools.partial(_added, x, update, scales, shapes.has_norm_bias),
+            functools.partial(_added, *wide, shapes.has_norm_bias, "xla", False),
         )
         if rounds:
             yield Case(
@@ -47,8 +47,20 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
 
 
-def _added(x: jax.Array, update: Update, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
-    return list(_norm_jit(x, update, scales, backend=backend, interpret=interpret))
+def _update(product: jax.Array, bias: jax.Array, scales: jax.Array, shapes: KernelShapes) -> Update:
+    """What the model's layers make of a product."""
+    update = Biased(product, bias) if shapes.has_out_bias else product
+    if not shapes.has_out_norms and not shapes.is_centred and shapes.residual_scale is None:
+        return update
+    norms, row = (scales, ROW + 1) if shapes.has_out_norms else (None, None)
+    return Finished(update, norms, row, EPS, shapes.is_centred, shapes.residual_scale)
+
+
+def _added(
+    x: jax.Array, update: Update, scales: jax.Array, has_bias: bool, backend: str, interpret: bool
+) -> list[jax.Array]:
+    biases = scales if has_bias else None  # any numbers
+    return list(_norm_jit(x, update, scales, biases=biases, backend=backend, interpret=interpret))
 
 
 def _added_in_float8(x: jax.Array, update: Update, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
