@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxsgl.models import Attend, ModelArch, Qkv, abstract_model
+from jaxsgl.models import Attend, ModelArch, Qkv, StepContext, abstract_model
 from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
@@ -152,7 +152,7 @@ def plain_logits(arch: ModelArch, params: nnx.State, token_ids: list[int], dtype
     def run(params: nnx.State, token_ids: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
         positions = jnp.arange(len(token_ids), dtype=jnp.int32)
-        return model.logits(model(token_ids, positions, causal_attend(arch), recur=plain_recur))
+        return model.logits(model(token_ids, positions, StepContext(causal_attend(arch), plain_recur)))
 
     return np.asarray(run(params, jnp.asarray(token_ids, jnp.int32)))
 

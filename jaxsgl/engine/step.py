@@ -30,7 +30,7 @@ from jaxsgl.engine.running import Running, Unsettled
 from jaxsgl.engine.sampling import outputs, sampler, vocabulary
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.tables import EditTables, count_tokens, edit_logits, note_tokens, pages_of_seqs, scored_ids
-from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
+from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params, StepContext
 from jaxsgl.models.layers import no_states
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.weights import KvScales
@@ -146,38 +146,36 @@ def make_step(
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
         table, table_SP = _noted(state, arrays)
-        rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
         pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales)
         running = None
         if state.running is not None:
             running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1, kernels.delta_decode)
-        recur = no_states if running is None else running.recur
-        is_token = arrays.slots >= page_size  # padding is stored in the dummy page
-        adapters = None
-        if adapter_pool is not None:
-            assert arrays.adapters is not None and arrays.column_owners is not None
-            adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
-        ids = _token_ids(arrays.token_ids, state.last_tokens) if stream is None else stream
-        images = _image_tokens(state, arrays, model.arch)
-        experts: list[jax.Array] | None = [] if states else None
-        streams: dict[int, Any] = dict.fromkeys(drafting.taps)
-        hidden = model(
-            ids, rope_positions, pages.attend, is_token, adapters, images, experts, kernels, recur, streams, mlp_tokens
+        context = StepContext(
+            pages.attend,
+            no_states if running is None else running.recur,
+            is_token=_is_token(state, arrays),
+            adapters=_adapters(arrays, adapter_pool),
+            images=_image_tokens(state, arrays, model.arch),
+            kernels=kernels,
+            mlp_tokens=mlp_tokens,
+            experts=[] if states else None,
+            streams=dict.fromkeys(drafting.taps),
         )
-        found: StepOutputs[jax.Array] = NO_OUTPUTS if experts is None else outputs.of_tokens(hidden, experts)
+        ids = _token_ids(arrays.token_ids, state.last_tokens) if stream is None else stream
+        hidden = model(ids, _rope_positions(arrays), context)
+        found = NO_OUTPUTS if context.experts is None else outputs.of_tokens(hidden, context.experts)
         last = hidden if kind in ("decode", "verify") else _last_of_each(hidden, arrays.query_offsets)
+        last_tokens = state.last_tokens
         if model.arch.generates:
             logits = model.logits(last)
             tokens = vocabulary.greedy(logits)
-            last_tokens = state.last_tokens
             if kind != "verify":
                 last_tokens = last_tokens.at[arrays.sample_rows].set(tokens)
         else:
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
-            last_tokens = state.last_tokens
         found = outputs.of_heads(model, hidden, last, logits if model.arch.generates else None, arrays, found)
         kv = pages.buffers()
-        seen = Seen(model, ids, hidden, streams, arrays, kind, table_SP, kernels)
+        seen = Seen(model, ids, hidden, context.streams, arrays, kind, table_SP, kernels)
         kv = with_own_layers(kv, drafting.read(draft_params, seen, own_layers(kv, drafting)))
         kept = None if running is None else running.buffers()
         unsettled = None if running is None else running.unsettled()
@@ -264,10 +262,9 @@ def make_passing(
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
         table, table_SP = _noted(state, arrays)
         pages = Pages(state.kv, table_SP, arrays, bucket.kind, _options(model.arch), kernels, kv_scales)
-        rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
-        is_token = arrays.slots >= state.kv.k[0].shape[2]  # padding is stored in the dummy page
-        taken = arrays.token_ids if stream is None else stream  # ids that the host knows
-        given = model(taken, rope_positions, pages.attend, is_token, kernels=kernels)
+        ids = arrays.token_ids if stream is None else stream  # ids that the host knows
+        context = StepContext(pages.attend, is_token=_is_token(state, arrays), kernels=kernels)
+        given = model(ids, _rope_positions(arrays), context)
         return Passed(state._replace(kv=pages.buffers(), page_table=table), given)
 
     return passing
@@ -427,6 +424,24 @@ def _token_ids(token_ids: jax.Array, last_tokens: jax.Array) -> jax.Array:
     """Ids `[T]`, where an id below 0 is replaced by the last token of row ~id, which only the device knows."""
     known = token_ids >= 0
     return jnp.where(known, token_ids, last_tokens[jnp.where(known, 0, ~token_ids)])
+
+
+def _is_token(state: DeviceState, arrays: StepArrays[jax.Array]) -> jax.Array:
+    """`[T]` which places hold tokens: padding is stored in the dummy page."""
+    return arrays.slots >= state.kv.k[0].shape[2]
+
+
+def _rope_positions(arrays: StepArrays[jax.Array]) -> jax.Array:
+    """`[T]`, or `[3, T]` where tokens of images have rows and columns."""
+    return arrays.positions if arrays.rope_positions is None else arrays.rope_positions
+
+
+def _adapters(arrays: StepArrays[jax.Array], pool: PoolWeights | None) -> ActiveAdapters | None:
+    """The adapters of a step's tokens; None: no sequence has one."""
+    if pool is None:
+        return None
+    assert arrays.adapters is not None and arrays.column_owners is not None
+    return ActiveAdapters(pool, arrays.adapters, arrays.column_owners)
 
 
 def _image_tokens(state: DeviceState, arrays: StepArrays[jax.Array], arch: ModelArch) -> ImageTokens | None:

@@ -5,7 +5,7 @@ The engine uses three things: `ModelArch.from_folder` (the model's shape), `reso
 """
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.dense import Decoder, ImageTokens, Params, abstract_model
+from jaxsgl.models.dense import Decoder, ImageTokens, Params, StepContext, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
 from jaxsgl.models.layers import Attend, Qkv
 from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
@@ -23,6 +23,7 @@ __all__ = [
     "Precision",
     "Qkv",
     "RopeParams",
+    "StepContext",
     "abstract_model",
     "cpu_multiplies_bfloat16",
     "kv_cache_flag",

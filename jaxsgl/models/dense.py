@@ -8,8 +8,8 @@ lies between them in `activations`; norms' statistics, rope and logits are float
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -45,7 +45,7 @@ from jaxsgl.models.mixers import (
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.rope import RopeParams, tables_of
+from jaxsgl.models.rope import RopeParams, RopeTables, tables_of
 from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
@@ -55,6 +55,7 @@ from pallas_kernels.norm import Finished, Update, centred, multiplied, rms_norm,
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
+RopeKey: TypeAlias = tuple[RopeParams | None, int]  # a rope, and of how many numbers of a head it is
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,71 @@ class ImageTokens:
         """`[T, D]`: the embeddings (0), or what is added behind layer `index` - 1."""
         size = self.rows.shape[1] // self.num_parts
         return self.rows[:, index * size : (index + 1) * size]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the layers work with besides tokens and positions, the same for all layers of a step.
+
+    Attributes:
+      attend, recur: called once per layer, in order.
+      is_token: `[T]`, false where a bucket is padded, which costs no expert's weights; None: all are tokens.
+      adapters: those of the tokens; None: there are none.
+      images: take the places of some of the embeddings; None: there are none.
+      kernels: what norms, experts and products with quantized weights run on.
+      mlp_tokens: places for the tokens of all ranks in MLPs; 0: those of all their batches.
+      experts: the chosen experts of each layer are appended here: `[T, k]` int32, `[T, 0]` of a layer without. None:
+        nobody asks for them.
+      streams: by the index of a layer, each item becomes the residual stream `[T, D]` before that layer, or after the
+        last one.
+    """
+
+    attend: Attend
+    recur: Recur = no_states
+    is_token: jax.Array | None = None
+    adapters: ActiveAdapters | None = None
+    images: ImageTokens | None = None
+    kernels: KernelChoice = AUTO_CHOICE
+    mlp_tokens: int = 0
+    experts: list[jax.Array] | None = None
+    streams: dict[int, Any] = field(default_factory=dict)
+
+    def adapters_of(self, layer: int) -> LayerAdapters | None:
+        """The adapters of one layer; None: there are none."""
+        return None if self.adapters is None else self.adapters.of_layer(layer)
+
+    def note_stream(self, index: int, x_TD: jax.Array) -> None:
+        """Keeps the residual stream before layer `index`, if it is asked for."""
+        if index in self.streams:
+            self.streams[index] = x_TD
+
+    def note_no_experts(self, num_tokens: int) -> None:
+        """Keeps that a layer has no experts to choose from, if that is asked for."""
+        if self.experts is not None:
+            self.experts.append(jnp.zeros((num_tokens, 0), jnp.int32))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass through the layers: its context, and what is made of that once for all of them.
+
+    Attributes:
+      rows: picks a layer's vectors.
+      ranks: the tokens that MLPs and experts compute.
+      tables: by rope and size of heads, see `DecoderLayers._rope_of`.
+      embeddings: `[T, L, P]`, those of the layers; None: they have none.
+    """
+
+    context: StepContext
+    rows: LayerRows
+    ranks: TokensOfRanks
+    tables: Mapping[RopeKey, RopeTables]
+    embeddings: jax.Array | None
+
+    @property
+    def kernels(self) -> KernelChoice:
+        """Those of the context."""
+        return self.context.kernels
 
 
 class DecoderLayer(nnx.Module):
@@ -150,79 +216,84 @@ class DecoderLayers(Matrices):
         )
 
     def run(
-        self,
-        x_TD: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        is_token: jax.Array | None = None,
-        adapters: ActiveAdapters | None = None,
-        images: ImageTokens | None = None,
-        experts: list[jax.Array] | None = None,
-        kernels: KernelChoice = AUTO_CHOICE,
-        recur: Recur = no_states,
-        streams: dict[int, Any] | None = None,
-        embeddings: jax.Array | None = None,
-        mlp_tokens: int = 0,
+        self, x_TD: jax.Array, positions: jax.Array, context: StepContext, embeddings: jax.Array | None = None
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of tokens whose stream `[T, D]` before the first layer is given.
 
-        Arguments are those of `Decoder.__call__`; `embeddings [T, L, P]` are those of the layers, if they have some.
+        `embeddings [T, L, P]` are those of the layers, if they have some.
         """
         arch, vectors = self.arch, self.vectors
         tables = {key: tables_of(positions, *key) for key in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
-        ranks = TokensOfRanks(is_token, mlp_tokens)
+        step = _Pass(context, rows, TokensOfRanks(context.is_token, context.mlp_tokens), tables, embeddings)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, 0)
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
-            _note(streams, index, x_TD)
-            place, mixer = arch.places[index], layer.mixer
-            mine = None if adapters is None else adapters.of_layer(index)
-            update_TD: Update
-            if isinstance(mixer, RecurrentMixer):
-                update_TD = mixer(read_TD, vectors, rows, place, recur, kernels)
-            elif mixer is not None:
-                table = tables[self._rope_of(arch.layers[index])]
-                update_TD = mixer(read_TD, vectors, rows, table, place, attend, mine, kernels)
-            beside: tuple[Update, ...] = ()
-            readers: tuple[Weights | None, ...] = ()
-            if mixer is not None and layer.mlp is not None:
-                out_norm = rows.of(vectors.attention_out_norm, index)
-                next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, index)
-                if arch.parallel is not None:
-                    beside = (update_TD,)
-                    read_TD = read_TD if next_norm is None else next_norm(x_TD, arch.rms_norm_eps)
-                else:
-                    readers = () if mine is not None else (layer.mlp_reader(kernels),)
-                    x_TD, read_TD = self._add(x_TD, (update_TD,), out_norm, next_norm, kernels, readers)
-            told = experts if layer.experts is None else None
-            if layer.mlp is not None:
-                update_TD = self._mlp(layer.mlp, read_TD, ranks, mine, told, kernels)
-            elif told is not None:
-                told.append(_no_experts(x_TD))
+            context.note_stream(index, x_TD)
+            x_TD, (*before, update) = self._through_blocks(index, x_TD, read_TD, step)
             if layer.experts is not None:
-                update_TD = self._with_experts(layer.experts, index, x_TD, update_TD, rows, ranks, experts, kernels)
-            if images is not None and index + 1 < images.num_parts:
-                update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
-            is_last = index == arch.num_layers - 1
-            if is_last:
-                next_norm = self._last_norm()
-            else:
-                next_norm = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, index + 1)
-            readers = ()
-            if not is_last and adapters is None:
-                readers = self.layers[index + 1].readers(kernels)
-            out_norm = rows.of(vectors.mlp_out_norm, index)
-            if vectors.layer_factor is None:
-                x_TD, read_TD = self._add(x_TD, (*beside, update_TD), out_norm, next_norm, kernels, readers)
-                continue
-            x_TD, _ = self._add(x_TD, (*beside, update_TD), out_norm, None, kernels, ())
-            x_TD = self._ended(layer, index, x_TD, rows, embeddings, kernels)
-            read_TD = x_TD if next_norm is None else next_norm(x_TD, arch.rms_norm_eps)
-        _note(streams, arch.num_layers, x_TD)
+                update = self._with_experts(layer.experts, index, x_TD, update, step)
+            if context.images is not None and index + 1 < context.images.num_parts:
+                update = sum_parts(update, x_TD) + context.images.part(index + 1).astype(x_TD.dtype)
+            x_TD, read_TD = self._after_layer(index, x_TD, (*before, update), step)
+        context.note_stream(arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
+
+    def _through_blocks(
+        self, index: int, x_TD: jax.Array, read_TD: Rows, step: _Pass
+    ) -> tuple[jax.Array, tuple[Update, ...]]:
+        """The stream after the mixer of a layer, unless nothing follows that, and what is still to be added to it.
+
+        A layer is a mixer and then an MLP, both next to each other (`arch.parallel`), or one of them alone.
+        """
+        layer, vectors, rows = self.layers[index], self.vectors, step.rows
+        if layer.mixer is None:
+            assert layer.mlp is not None
+            return x_TD, (self._mlp(layer, index, read_TD, step),)
+        mixed = self._mixed(index, read_TD, step)
+        if layer.mlp is None:
+            step.context.note_no_experts(len(x_TD))
+            return x_TD, (mixed,)
+        out_norm = rows.of(vectors.attention_out_norm, index)
+        next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, index)
+        if self.arch.parallel is not None:
+            read_TD = read_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
+            return x_TD, (mixed, self._mlp(layer, index, read_TD, step))
+        readers = () if step.context.adapters is not None else (layer.mlp_reader(step.kernels),)
+        x_TD, read_TD = self._add(x_TD, (mixed,), out_norm, next_norm, step.kernels, readers)
+        return x_TD, (self._mlp(layer, index, read_TD, step),)
+
+    def _mixed(self, index: int, read_TD: Rows, step: _Pass) -> Update:
+        """What the mixer of a layer adds to the stream."""
+        mixer, place, context = self.layers[index].mixer, self.arch.places[index], step.context
+        assert mixer is not None
+        if isinstance(mixer, RecurrentMixer):
+            return mixer(read_TD, self.vectors, step.rows, place, context.recur, step.kernels)
+        table = step.tables[self._rope_of(self.arch.layers[index])]
+        adapters = context.adapters_of(index)
+        return mixer(read_TD, self.vectors, step.rows, table, place, context.attend, adapters, step.kernels)
+
+    def _after_layer(
+        self, index: int, x_TD: jax.Array, updates: Sequence[Update], step: _Pass
+    ) -> tuple[jax.Array, Rows]:
+        """The stream after a layer, with its last `updates`, and what the next layer or the head reads of that."""
+        vectors, rows = self.vectors, step.rows
+        is_last = index == self.arch.num_layers - 1
+        if is_last:
+            next_norm = self._last_norm()
+        else:
+            next_norm = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, index + 1)
+        readers: tuple[Weights | None, ...] = ()
+        if not is_last and step.context.adapters is None:
+            readers = self.layers[index + 1].readers(step.kernels)
+        out_norm = rows.of(vectors.mlp_out_norm, index)
+        if vectors.layer_factor is None:
+            return self._add(x_TD, updates, out_norm, next_norm, step.kernels, readers)
+        x_TD, _ = self._add(x_TD, updates, out_norm, None, step.kernels, ())
+        x_TD = self._ended(index, x_TD, step)
+        return x_TD, x_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
 
     def state_tokens(self, products: Sequence[jax.Array], positions: jax.Array) -> list[StateTokens | ConvTokens]:
         """What moves the states of each layer that has some, of what these made of tokens, `[T, K', ...]` each.
@@ -236,96 +307,67 @@ class DecoderLayers(Matrices):
             for place, (mixer, product) in enumerate(zip(mixers, products, strict=True))
         ]
 
-    def _mlp(
-        self,
-        mlp: MLP | MoE,
-        read_TD: Rows,
-        ranks: TokensOfRanks,
-        adapters: LayerAdapters | None,
-        experts: list[jax.Array] | None,
-        kernels: KernelChoice,
-    ) -> Update:
+    def _mlp(self, layer: DecoderLayer, index: int, read_TD: Rows, step: _Pass) -> Update:
         """What a layer's MLP or experts add to this rank's tokens, `[T, D]` or in parts; computed for those of all."""
+        ranks, mlp = step.ranks, layer.mlp
         if isinstance(mlp, MoE):
             assert isinstance(read_TD, jax.Array), "routers read rows as they are"
-            return self._of_experts(mlp, ranks.gathered(read_TD), None, ranks, experts, kernels)
-        summed = not ranks.are_shared
-        update = mlp(ranks.gathered(read_TD), summed=summed, adapters=adapters, kernels=kernels)
-        if experts is not None:
-            experts.append(_no_experts(read_TD))
-        if summed:
+            return self._of_experts(mlp, ranks.gathered(read_TD), None, step)
+        assert mlp is not None
+        adapters = step.context.adapters_of(index)
+        update = mlp(ranks.gathered(read_TD), summed=not ranks.are_shared, adapters=adapters, kernels=step.kernels)
+        if layer.experts is None:
+            step.context.note_no_experts(len(read_TD))
+        if not ranks.are_shared:
             return update
         assert isinstance(update, jax.Array), "of several devices each has its part of the inputs"
         return ranks.summed(update)
 
-    def _of_experts(
-        self,
-        of_layer: MoE,
-        x_MD: jax.Array,
-        routed_MD: jax.Array | None,
-        ranks: TokensOfRanks,
-        experts: list[jax.Array] | None,
-        kernels: KernelChoice,
-    ) -> Update:
+    def _of_experts(self, of_layer: MoE, x_MD: jax.Array, routed_MD: jax.Array | None, step: _Pass) -> Update:
         """What experts add to this rank's tokens, of what they and the router read of all ranks'; see `MoE`."""
-        summed = not ranks.are_shared
-        update = of_layer(x_MD, ranks.is_token, experts, kernels, routed_MD, summed=summed)
-        if experts is not None:
-            experts[-1] = ranks.of_this_rank(experts[-1])
-        if summed:
+        ranks, chosen = step.ranks, step.context.experts
+        update = of_layer(x_MD, ranks.is_token, chosen, step.kernels, routed_MD, summed=not ranks.are_shared)
+        if chosen is not None:
+            chosen[-1] = ranks.of_this_rank(chosen[-1])
+        if not ranks.are_shared:
             return update
         assert isinstance(update, jax.Array), "experts of several devices add up their own results"
         return ranks.summed(update)
 
-    def _with_experts(
-        self,
-        of_layer: MoE,
-        index: int,
-        x_TD: jax.Array,
-        of_mlp: Update,
-        rows: LayerRows,
-        ranks: TokensOfRanks,
-        experts: list[jax.Array] | None,
-        kernels: KernelChoice,
-    ) -> jax.Array:
+    def _with_experts(self, of_layer: MoE, index: int, x_TD: jax.Array, of_mlp: Update, step: _Pass) -> jax.Array:
         """What an MLP and the experts next to it add to the stream `[T, D]`, each normalized by itself."""
         vectors = self.vectors
 
         def normed(stack: nnx.Param[jax.Array] | None, rows_TD: jax.Array) -> jax.Array:
-            row = rows.of(stack, index)
+            row = step.rows.of(stack, index)
             assert row is not None
             return rms_norm(rows_TD, scale_of(*row, rows_TD.dtype), self.arch.rms_norm_eps)
 
-        x_MD = ranks.gathered(x_TD)
+        x_MD = step.ranks.gathered(x_TD)
         read, routed = (normed(stack, x_MD) for stack in (vectors.experts_norm, vectors.router_norm))
-        of_experts = self._of_experts(of_layer, read, routed, ranks, experts, kernels)
+        of_experts = self._of_experts(of_layer, read, routed, step)
         of_mlp = normed(vectors.mlp_part_norm, sum_parts(of_mlp, x_TD))
         return of_mlp + normed(vectors.experts_part_norm, sum_parts(of_experts, x_TD))
 
-    def _ended(
-        self,
-        layer: DecoderLayer,
-        index: int,
-        x_TD: jax.Array,
-        rows: LayerRows,
-        embeddings: jax.Array | None,
-        kernels: KernelChoice,
-    ) -> jax.Array:
+    def _ended(self, index: int, x_TD: jax.Array, step: _Pass) -> jax.Array:
         """The stream at the end of a layer: with what its own embedding of the tokens adds, times its factor."""
-        norm, factor = rows.of(self.vectors.embedding_norm, index), rows.of(self.vectors.layer_factor, index)
-        if layer.embedding_gate is not None:
-            assert norm is not None and embeddings is not None
-            added = layer.embedding_gate(x_TD, embeddings[:, index], kernels)
+        gate = self.layers[index].embedding_gate
+        norm, factor = (
+            step.rows.of(stack, index) for stack in (self.vectors.embedding_norm, self.vectors.layer_factor)
+        )
+        if gate is not None:
+            assert norm is not None and step.embeddings is not None
+            added = gate(x_TD, step.embeddings[:, index], step.kernels)
             x_TD = x_TD + rms_norm(added, scale_of(*norm, x_TD.dtype), self.arch.rms_norm_eps)
         assert factor is not None
         return x_TD * row_of(*factor, x_TD.dtype)
 
-    def _rope_of(self, spec: LayerSpec) -> tuple[RopeParams | None, int]:
+    def _rope_of(self, spec: LayerSpec) -> RopeKey:
         """The rope of a layer, and of how many numbers of a head it is."""
         rope = None if spec.rope is None else self.arch.ropes[spec.rope]
         return rope, self.arch.rope_dim if spec.heads is None else spec.heads.size
 
-    def _ropes(self) -> dict[tuple[RopeParams | None, int], None]:
+    def _ropes(self) -> dict[RopeKey, None]:
         """The ropes that layers have, in order."""
         return dict.fromkeys(self._rope_of(self.arch.layers[layer]) for layer in self.arch.attention_layers)
 
@@ -391,41 +433,20 @@ class Decoder(DecoderLayers):
         has_tower = arch.vision is not None and arch.vision.has_tower
         self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
 
-    def __call__(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        is_token: jax.Array | None = None,
-        adapters: ActiveAdapters | None = None,
-        images: ImageTokens | None = None,
-        experts: list[jax.Array] | None = None,
-        kernels: KernelChoice = AUTO_CHOICE,
-        recur: Recur = no_states,
-        streams: dict[int, Any] | None = None,
-        mlp_tokens: int = 0,
-    ) -> jax.Array:
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, context: StepContext) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
         Between two pipeline stages it is the residual stream `[T, D]`: what a stage but the last one returns, and what
-        the next one takes in the place of `token_ids`.
-        `attend` or `recur` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
-        `is_token [T]` is false where a bucket is padded, which costs no expert's weights; None: all are tokens.
-        `adapters` are those of the tokens; None: there are none. `images` take the places of some of the embeddings.
-        The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
-        `kernels` says what norms, experts and products with quantized weights run on. Of `streams`, by the index of a
-        layer, each item becomes the residual stream `[T, D]` before that layer, or after the last one. `mlp_tokens`:
-        places for the tokens of all ranks in MLPs; 0: those of all their batches.
+        the next one takes in the place of `token_ids`. Ids outside the vocabulary are clipped to it.
         """
+        images = context.images
         x_TD = self._embed(token_ids, positions) if self.arch.stage.is_first else token_ids
         if images is not None:
             x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
-        own = None
+        of_layers = None
         if self.layer_embeddings is not None:
-            own = self.layer_embeddings(self._as_text(token_ids, images), x_TD, self._rows)
-        return self.run(
-            x_TD, positions, attend, is_token, adapters, images, experts, kernels, recur, streams, own, mlp_tokens
-        )
+            of_layers = self.layer_embeddings(self._as_text(token_ids, images), x_TD, self._rows)
+        return self.run(x_TD, positions, context, of_layers)
 
     def embedded(self, token_ids: jax.Array) -> jax.Array:
         """The rows of the embedding `[T, D]`, without the factor that some models have."""
@@ -507,16 +528,6 @@ class Decoder(DecoderLayers):
         if divisor is not None:
             logits = logits / divisor
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def _note(streams: dict[int, Any] | None, index: int, x_TD: jax.Array) -> None:
-    if streams is not None and index in streams:
-        streams[index] = x_TD
-
-
-def _no_experts(rows_TD: Rows) -> jax.Array:
-    """What a layer without experts has chosen."""
-    return jnp.zeros((len(rows_TD), 0), jnp.int32)
 
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

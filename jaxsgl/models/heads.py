@@ -17,7 +17,7 @@ from flax import nnx
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.dense import Decoder, DecoderLayers, Params
+from jaxsgl.models.dense import Decoder, DecoderLayers, Params, StepContext
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.layers import MLP, Attend, last_product, norm_dtype, qkv_heads, vector
 from jaxsgl.models.matrix import Matrices
@@ -265,7 +265,7 @@ class NextLayer(DecoderLayers):
         tokens_TD = self._normed(model.embedded(token_ids), self.token_norm)
         both = jnp.concatenate([tokens_TD, self._normed(before_TD, self.state_norm)], axis=-1)
         x_TD = product(both, self.matrix("joined")).astype(self.activations)
-        hidden_TD = self.run(x_TD, positions, attend, kernels=kernels)
+        hidden_TD = self.run(x_TD, positions, StepContext(attend, kernels=kernels))
         return hidden_TD, model.logits(hidden_TD)
 
     def in_model(self, token_ids: jax.Array) -> jax.Array:

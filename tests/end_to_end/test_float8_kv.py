@@ -16,7 +16,7 @@ import torch
 from flax import nnx
 
 from jaxsgl.engine.engine import Engine
-from jaxsgl.models import ModelArch, Qkv, abstract_model
+from jaxsgl.models import ModelArch, Qkv, StepContext, abstract_model
 from jaxsgl.models.layers import Queries
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
@@ -69,7 +69,7 @@ def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds
         return causal_attention(q, k, v)
 
     size = len(prompt) + num_tokens
-    run = jax.jit(lambda ids: model.logits(model(ids, jnp.arange(size), attend)))
+    run = jax.jit(lambda ids: model.logits(model(ids, jnp.arange(size), StepContext(attend))))
     ids = list(prompt)
     for _ in range(num_tokens):
         logits = run(np.array(ids + [0] * (size - len(ids)), np.int32))

@@ -22,7 +22,7 @@ from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, StepContext, abstract_model
 from jaxsgl.weights import random_params
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend, mesh_of
@@ -88,7 +88,8 @@ class Plain:
         graphdef, _ = abstract_model(self.arch, jnp.dtype("float32"))
         model = nnx.merge(graphdef, random_params(self.arch, jnp.dtype("float32"), mesh_of(), self._seed))
         positions = jnp.arange(self.arch.max_context)
-        return jax.jit(lambda token_ids: model.logits(model(token_ids, positions, causal_attend(self.arch))))
+        context = StepContext(causal_attend(self.arch))
+        return jax.jit(lambda token_ids: model.logits(model(token_ids, positions, context)))
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """`[T, V]`; padded to one length, which the causal mask hides, so that one program serves all."""

@@ -26,7 +26,7 @@ from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.frontend.legs import leg_sampling
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, StepContext, abstract_model
 from jaxsgl.models.heads import EagleArch
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
@@ -78,7 +78,7 @@ def streams_of(engine: Engine, taps: Sequence[int]) -> Any:
     def run(ids: jax.Array) -> jax.Array:
         found: dict[int, Any] = dict.fromkeys(taps)
         model = nnx.merge(graphdef, params)
-        model(ids, jnp.arange(arch.max_context), causal_attend(arch), streams=found)
+        model(ids, jnp.arange(arch.max_context), StepContext(causal_attend(arch), streams=found))
         return jnp.concatenate([found[tap] for tap in taps], axis=-1)
 
     def of_text(ids: Sequence[int]) -> np.ndarray:

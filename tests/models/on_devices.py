@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsgl.engine.programs import each_device
 from jaxsgl.engine.weight_formats import as_kept
-from jaxsgl.models import ModelArch, abstract_model, moe
+from jaxsgl.models import ModelArch, StepContext, abstract_model, moe
 from jaxsgl.models.tensor_parallel import DATA_AXIS, num_parts
 from jaxsgl.weights import as_stored, load_params
 from jaxsgl.weights.sharding import logits_sharding, make_mesh, model_on_devices
@@ -87,7 +87,8 @@ def logits_of(
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         positions = jnp.arange(len(token_ids), dtype=jnp.int32)
         is_token = jnp.ones(len(token_ids), bool)
-        return model.logits(model(token_ids, positions, causal_attend(arch), is_token, recur=plain_recur))
+        context = StepContext(causal_attend(arch), plain_recur, is_token)
+        return model.logits(model(token_ids, positions, context))
 
     return np.asarray(jax.jit(each_device(run, mesh, (leaves, ids), logits_sharding(mesh)))(leaves, ids))
 

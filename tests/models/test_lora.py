@@ -18,7 +18,7 @@ import jaxsgl
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.adapters import plan_adapters
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, StepContext, abstract_model
 from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
 from jaxsgl.weights.adapters import AdapterFolder
@@ -79,7 +79,7 @@ def batch_logits(model: Path, adapters: Sequence[Path], dtype: str = "float32") 
         active = ActiveAdapters(pool, jnp.full(len(PROMPT), number), jnp.asarray(owners))
         merged, positions = nnx.merge(graphdef, params), jnp.arange(len(PROMPT), dtype=jnp.int32)
         ids = jnp.asarray([token % arch.vocab_size for token in PROMPT], jnp.int32)
-        return merged.logits(merged(ids, positions, causal_attend(arch), adapters=active))
+        return merged.logits(merged(ids, positions, StepContext(causal_attend(arch), adapters=active)))
 
     return [np.asarray(run(params, pool, jnp.int32(number))) for number in range(len(folders) + 1)]
 

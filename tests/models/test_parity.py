@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, StepContext, abstract_model
 from jaxsgl.models.layer_spec import ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
@@ -170,7 +170,7 @@ def test_factors_on_embeddings_in_bfloat16_are_not_rounded_first(
     graphdef, _ = abstract_model(arch, dtype)
     model, streams = nnx.merge(graphdef, load_params(folder, arch, dtype, mesh_of(1))), {0: None}
     tokens = jnp.arange(20, dtype=jnp.int32)
-    model(tokens, tokens, causal_attend(arch), recur=plain_recur, streams=streams)
+    model(tokens, tokens, StepContext(causal_attend(arch), plain_recur, streams=streams))
     exact = np.asarray(model.embedded(tokens), np.float32) * np.float32(factor)
     np.testing.assert_array_equal(np.asarray(streams[0]), np.asarray(jnp.asarray(exact, dtype)))
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxsgl.config.engine import BUNDLED_MODEL
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, StepContext, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.quantization import WeightFormat
 from pallas_kernels import KernelChoice
@@ -37,7 +37,7 @@ def launched(num_rows: int, kernels: KernelChoice) -> Counter[str]:
         return queries.reshape(num_rows, arch.num_heads, arch.head_dim)
 
     def hidden(params: Any, ids: jax.Array) -> jax.Array:
-        out: jax.Array = nnx.merge(graphdef, params)(ids, ids, attend, kernels=kernels)
+        out: jax.Array = nnx.merge(graphdef, params)(ids, ids, StepContext(attend, kernels=kernels))
         return out
 
     ids = jax.ShapeDtypeStruct((num_rows,), jnp.int32)

@@ -105,7 +105,7 @@ class Drafting:
 
     Attributes:
       params: parameters, or their shapes.
-      taps: the residual streams of the model that are read; see `Decoder.__call__`.
+      taps: the residual streams of the model that are read; see `StepContext`.
       num_drafts: k, the tokens of a chain; 0: there are no chains.
       options: of the layers that attend, which come first.
     """

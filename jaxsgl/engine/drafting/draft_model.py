@@ -18,7 +18,7 @@ from jaxsgl.engine.layer_state import LayerState
 from jaxsgl.engine.sampling import vocabulary
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import Decoder, ModelArch, Params
+from jaxsgl.models import Decoder, ModelArch, Params, StepContext
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,7 +42,8 @@ class ModelDrafting(Drafting):
         pages = Pages(kv, seen.table_SP, seen.arrays, seen.kind, self.options, seen.kernels)
         is_token = seen.arrays.slots >= kv.k[0].shape[2]
         own = nnx.merge(self.graphdef, params)
-        own(seen.token_ids, seen.arrays.positions, pages.attend, is_token, kernels=seen.kernels)
+        context = StepContext(pages.attend, is_token=is_token, kernels=seen.kernels)
+        own(seen.token_ids, seen.arrays.positions, context)
         return pages.buffers()
 
     def begin(self, params: Params, kv: KvBuffers, last_slots: jax.Array) -> jax.Array:
@@ -52,7 +53,7 @@ class ModelDrafting(Drafting):
     def step(self, params: Params, link: Link) -> tuple[jax.Array, jax.Array]:
         """See `Drafting`."""
         own = nnx.merge(self.graphdef, params)
-        hidden = own(link.tokens, link.positions, link.attend, kernels=link.kernels)
+        hidden = own(link.tokens, link.positions, StepContext(link.attend, kernels=link.kernels))
         return link.carried, vocabulary.greedy(own.logits(hidden))
 
 
