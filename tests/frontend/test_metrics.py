@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import httpx
 import msgspec
 import prometheus_client
 import pytest
@@ -122,6 +123,27 @@ def test_requests_that_were_not_served_are_counted_by_reason(start_server: Start
     assert samples["jaxsgl:request_errors_total.InvalidRequest"] == 2
     assert samples[f"{E2E}_count"] == 0
     assert samples[f"{TTFT}_count"] == 1
+
+
+def test_refusals_of_what_is_no_request_yet_are_counted_and_logged(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with httpx.Client(base_url=f"http://{server.http_address}") as http, server.stub() as stub:
+        for body in ({"temperature": -1}, {"regex": "a", "ebnf": "b"}, {"regex": ""}, {"model": "another"}):
+            assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1, **body}).is_client_error
+        http.get("/v1/responses/none")
+        http.post("/start_profile", json={"num_steps": -1})
+        for request in (pb.GenerateRequest(), pb.GenerateRequest(sampling=pb.SamplingParams(temperature=-1))):
+            with pytest.raises(grpc.RpcError):
+                stub.Generate(request).next()
+        with pytest.raises(grpc.RpcError):
+            stub.Embed(pb.EmbedRequest())
+    samples = by_name(scrape(server)[1])
+    assert samples["jaxsgl:request_errors_total.InvalidRequest"] == 6
+    assert samples["jaxsgl:request_errors_total.NotFound"] == 1
+    log = server.log
+    assert "JaxsglService.Generate: INVALID_ARGUMENT, 'the request has no input" in log
+    assert "POST /v1/completions: 400, 'regex and ebnf each" in log
 
 
 def test_what_the_start_found_of_kernels_is_told(server: ServerProcess) -> None:

@@ -10,14 +10,26 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from jaxsgl.errors import RETRY_AFTER_S, EngineUnavailable, Forbidden, JaxsglError, Overloaded, Unauthenticated
+from jaxsgl.errors import (
+    RETRY_AFTER_S,
+    EngineUnavailable,
+    Forbidden,
+    InvalidRequest,
+    JaxsglError,
+    NotFound,
+    Overloaded,
+    Unauthenticated,
+    Unsupported,
+)
 from jaxsgl.frontend.access import Access, enter
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.frontend.tracing import Tracer
+from jaxsgl.logs import OF_CLIENTS
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"  # probes have no key
 # They operate the server or show what all its clients do, their prompts included: for the administrator, if there is
@@ -31,6 +43,13 @@ ORDERS = frozenset({
 })  # fmt: skip
 RETRY_AFTER = ("retry-after", str(RETRY_AFTER_S))  # trailing metadata, named like HTTP's header
 STALL_S = 60.0  # a client that reads nothing for so long is cut off
+LOGGED = (
+    InvalidRequest,
+    Forbidden,
+    NotFound,
+    Unsupported,
+)  # mistakes of clients, whose authors look for them in the log
+MAX_LOGGED_CHARS = 300
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +73,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
             try:
                 enter(self._access.check(given.encode(), is_order=details.method in ORDERS))
             except (Unauthenticated, Forbidden) as error:
-                return _refusing(error)
+                return _refusing(details.method, error)
         return await continuation(details)
 
 
@@ -74,11 +93,20 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
-def _refusing(error: JaxsglError) -> grpc.RpcMethodHandler:
-    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await context.abort(grpc.StatusCode[error.grpc_status], str(error))
+def _refusing(method: str, error: JaxsglError) -> grpc.RpcMethodHandler:
+    async def refuse_call(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await refuse(context, method, error)
 
-    return grpc.stream_stream_rpc_method_handler(refuse)  # on the wire all kinds of calls begin alike
+    return grpc.stream_stream_rpc_method_handler(refuse_call)  # on the wire all kinds of calls begin alike
+
+
+async def refuse(context: grpc.aio.ServicerContext, method: str, error: JaxsglError) -> None:
+    """Ends a call of `method` with the status and the text of `error`, and logs a mistake of its client."""
+    if isinstance(error, LOGGED):
+        words = ascii(str(error)[:MAX_LOGGED_CHARS])
+        logger.info("%s: %s, %s", method, error.grpc_status, words, extra=OF_CLIENTS)
+    again = (RETRY_AFTER,) if isinstance(error, Overloaded | EngineUnavailable) else ()
+    await context.abort(grpc.StatusCode[error.grpc_status], str(error), again)
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
@@ -104,10 +132,10 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler
-        return self._handlers.setdefault(details.method, _refusing_malformed(handler, self._message_s))
+        return self._handlers.setdefault(details.method, _refusing_malformed(details.method, handler, self._message_s))
 
 
-def _refusing_malformed(handler: grpc.RpcMethodHandler, message_s: float) -> grpc.RpcMethodHandler:
+def _refusing_malformed(method: str, handler: grpc.RpcMethodHandler, message_s: float) -> grpc.RpcMethodHandler:
     """Returns a handler that reads the one message itself, since gRPC hands no call over that has none yet."""
     serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
     kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
@@ -126,10 +154,9 @@ def _refusing_malformed(handler: grpc.RpcMethodHandler, message_s: float) -> grp
             words = f"the request has not come within {message_s:g} s: send it at once"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, words)
         if request is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call ends without a request: send one")
+            await refuse(context, method, InvalidRequest("the call ends without a request: send one"))
         if isinstance(request, DecodeError):
-            words = f"the request is no message of this method: {request}"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, words)
+            await refuse(context, method, InvalidRequest(f"the request is no message of this method: {request}"))
         return await serve(request, context)
 
     return kind(serve_if_parsed, parse, handler.response_serializer)
@@ -152,11 +179,27 @@ def answers_errors(method: MethodT) -> MethodT:
         try:
             return await method(self, request, context)
         except JaxsglError as error:
-            again = (RETRY_AFTER,) if isinstance(error, Overloaded | EngineUnavailable) else ()
-            await context.abort(grpc.StatusCode[error.grpc_status], str(error), again)
+            await refuse(context, method.__qualname__, error)
         except Exception as error:
             logger.exception("a call failed by our own fault")
             words = f"internal error: {type(error).__name__}; the server's log says more"
             await context.abort(grpc.StatusCode.INTERNAL, words)
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Counting(Protocol):
+    """A servicer whose requests are counted."""
+
+    _metrics: Metrics
+
+
+def counts_errors(method: MethodT) -> MethodT:
+    """Counts an error that `method` raises as the end of a request, even if none was made of the message."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Counting, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        with self._metrics.counting_errors():
+            return await method(self, request, context)
 
     return wrapper  # type: ignore[return-value]

@@ -20,7 +20,7 @@ import grpc
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, Prompted, RequestOptions, ServedModel
-from jaxsgl.frontend.grpc.interceptors import answers_errors, write
+from jaxsgl.frontend.grpc.interceptors import answers_errors, counts_errors, write
 from jaxsgl.frontend.pooling import PoolingCall, pool, spec_of
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
@@ -52,8 +52,10 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     def __init__(self, front_end: FrontEnd) -> None:
         self._generator = front_end.generator
         self._engine = front_end.engine
+        self._metrics = front_end.metrics
 
     @answers_errors
+    @counts_errors
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams pieces, or writes each sample as one reply. A cancelled call aborts the request."""
         request_id = request.request_id or uuid.uuid4().hex
@@ -68,6 +70,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
                     await self._write(context, request_id, piece)
 
     @answers_errors
+    @counts_errors
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedReply:
         """Returns the embedding of a prompt, or the logits of label tokens."""
         request_id = request.request_id or uuid.uuid4().hex

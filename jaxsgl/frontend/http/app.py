@@ -33,6 +33,7 @@ from jaxsgl.frontend.http.middleware import (
     BodyLimit,
     RequestIds,
     TraceParent,
+    counting,
 )
 from jaxsgl.frontend.http.openai import batches
 from jaxsgl.frontend.http.openai import routes as openai
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 def build_app(front_end: FrontEnd) -> FastAPI:
     """Returns the application with every endpoint, for `front_end`."""
     app = FastAPI(title="jaxsgl", version=jaxsgl.__version__, responses=errors.RESPONSES, docs_url=None, redoc_url=None)
-    errors.add_handlers(app)
+    errors.add_handlers(app, counting(front_end.metrics))
     for router in ROUTERS:
         app.include_router(router(front_end))
     # The middleware added last is the first that a request passes.

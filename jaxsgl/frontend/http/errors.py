@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
+from jaxsgl.errors import RETRY_AFTER_S, InvalidRequest, JaxsglError
 from jaxsgl.logs import OF_CLIENTS
 from jaxsgl.requests.request import TOO_LONG
 
@@ -84,10 +84,22 @@ class ClientGone(Exception):
     """The client left before its answer was complete."""
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Makes `app` answer the errors that its endpoints raise."""
-    app.add_exception_handler(JaxsglError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+def _count_none(request: Request, error: Exception) -> None:
+    pass
+
+
+def add_handlers(app: FastAPI, count: Callable[[Request, Exception], None] = _count_none) -> None:
+    """Makes `app` answer the errors that its endpoints raise, once `count` has heard of them."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        count(request, error)
+        return answer_to(error)
+
+    async def on_invalid_body(request: Request, error: Exception) -> Response:
+        return await on_error(request, _invalid(error))
+
+    app.add_exception_handler(JaxsglError, on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, _on_client_gone)
@@ -156,10 +168,6 @@ class Refusal(Response):
         await super().__call__(scope, receive, send)
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    return answer_to(error)
-
-
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answers an unknown path or method, a body that is no JSON, and what middleware raises while a body is read."""
     assert isinstance(error, HTTPException)
@@ -180,14 +188,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return refused
 
 
-async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    """Answers fields that pydantic refuses: 400, as for every client's mistake, and the first few problems."""
+def _invalid(error: Exception) -> InvalidRequest:
+    """Returns the error for fields that pydantic refuses: a client's mistake, and the first few problems."""
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
     shown = [_problem(problem) for problem in problems[:MAX_SHOWN_PROBLEMS]]
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more problems")
-    return answer(400, "; ".join(shown), _param(problems[0]["loc"]))
+    invalid = InvalidRequest("; ".join(shown))
+    invalid.param = _param(problems[0]["loc"])
+    return invalid
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

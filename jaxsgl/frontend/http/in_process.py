@@ -12,7 +12,7 @@ from starlette.types import Message
 from jaxsgl.frontend.batches import Answered, BatchRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors
-from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, BodyLimit, RequestIds
+from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, BodyLimit, RequestIds, counting
 from jaxsgl.frontend.http.openai import routes
 
 READY_POLL_S = 0.5
@@ -24,7 +24,7 @@ class InProcess:
     def __init__(self, front_end: FrontEnd) -> None:
         self._engine = front_end.engine
         self._app = FastAPI(openapi_url=None)
-        errors.add_handlers(self._app)
+        errors.add_handlers(self._app, counting(front_end.metrics))
         self._app.include_router(routes.router(front_end))
         config = front_end.config
         self._app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, max_plain_bytes=config.max_message_bytes)

@@ -10,16 +10,18 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxsgl import logs
 from jaxsgl.errors import Forbidden, Unauthenticated
 from jaxsgl.frontend.access import Access, enter
 from jaxsgl.frontend.http.errors import answer, answer_to
+from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.frontend.tracing import Tracer
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -147,6 +149,16 @@ def _key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     if b"authorization" not in found and b"x-api-key" in found:
         return b"Bearer " + found[b"x-api-key"]
     return found.get(b"authorization", b"")
+
+
+def counting(metrics: Metrics) -> Callable[[Request, Exception], None]:
+    """Returns what counts errors of requests: of what is posted, but for orders."""
+
+    def count(request: Request, error: Exception) -> None:
+        if request.method == "POST" and request.url.path not in ORDER_PATHS:
+            metrics.failed(error)
+
+    return count
 
 
 class BodyLimit:

@@ -24,7 +24,7 @@ from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
 from jaxsgl.frontend import adapters
 from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import TEXT_ALONE, FrontEnd, Prompted
-from jaxsgl.frontend.grpc.interceptors import answers_errors, write
+from jaxsgl.frontend.grpc.interceptors import answers_errors, counts_errors, write
 from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
 from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
@@ -53,6 +53,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._start_s = time.time()
 
     @answers_errors
+    @counts_errors
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams chunks and completions. A cancelled call aborts the request; so does Abort, and then it completes."""
         request_id = request.request_id or uuid.uuid4().hex
@@ -182,6 +183,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
                 await write(context, batch)
 
     @answers_errors
+    @counts_errors
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
         """Returns the embedding of token ids, or the scores of a classification head's classes in its place."""
         if request.HasField("mm_inputs") and request.mm_inputs.ByteSize():
