@@ -297,11 +297,32 @@ class Generator:
                 prompteds, samplings, read, predictions, strict=True
             ):
                 requests.append(self._request(prompted, sampling, ids, media, prediction))
-                check_request(requests[-1], limits)
-                await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
-            check_num_scores(requests, limits)
+            with self.telling_other_legs(requests):
+                for request in requests:
+                    check_request(request, limits)
+                    await pause.after(1 + len(request.prompt_ids) // TOKENS_LIKE_A_REQUEST)
+                check_num_scores(requests, limits)
             self._metrics.prepare_s.observe(self._metrics.clock() - start_s, len(requests))
             return requests
+
+    @contextlib.contextmanager
+    def telling_other_legs(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Has the servers of the other legs of a call told of an `InvalidRequest` that leaves this block.
+
+        They would wait for this leg until their time is up.
+        """
+        try:
+            yield
+        except InvalidRequest as error:
+            for request in requests:
+                if request.room is not None:
+                    refused = msgspec.structs.replace(request, media=(), refused=str(error))
+                    with (
+                        contextlib.suppress(InvalidRequest, EngineUnavailable),
+                        self._engine.open(refused, request.rank),
+                    ):
+                        pass
+            raise
 
     async def _read_samplings(self, samplings: Sequence[SamplingParams]) -> Sequence[SamplingParams]:
         """Checks patterns, and returns `samplings` with the tokens of their bad words."""

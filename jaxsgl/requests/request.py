@@ -409,7 +409,8 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     has not proved itself: requests with KV from elsewhere don't share it. Empty if it has, or if it is this server; the
     scheduler of a decode server sets it. Neither `speculative`, whether drafts of its tokens may be verified, nor
     `prediction_ids`, what its client expects as its output, changes a token of it. `rank` is the one that must serve it
-    of an engine with data-parallel attention; None: any.
+    of an engine with data-parallel attention; None: any. `refused` is why the front end has refused it, though it has a
+    room: the engine tells the server of the other leg, and serves nothing.
     """
 
     request_id: str
@@ -425,6 +426,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     speculative: bool = True
     prediction_ids: list[int] = []
     rank: int | None = None
+    refused: str = ""
 
     @property
     def least_output(self) -> int:

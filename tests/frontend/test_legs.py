@@ -106,3 +106,24 @@ def test_the_grammar_of_a_chat_is_left_to_decode(tokenizer: Tokenizer, asked: di
     at_prefill, at_decode = (asyncio.run(sampling(mode)) for mode in ("prefill", "decode"))
     assert at_prefill == SamplingParams(temperature=0.0, max_tokens=1)
     assert at_decode.grammar is not None and at_decode.max_tokens == 9
+
+
+@pytest.mark.parametrize("given", [{"stop_token_ids": [10**6]}, {"logit_bias": {"1000000": 1}}])
+def test_the_server_of_the_other_leg_is_told_of_what_the_front_end_refuses(
+    tokenizer: Tokenizer, given: dict[str, Any]
+) -> None:
+    link, rooms = PlayedLink(), {name: [value, value] for name, value in ROOM.items()}
+    body = CompletionRequest.model_validate({"prompt": [[5], [6]], **rooms, **given})
+
+    async def answer() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            await answer_completions(front_end_of(link, threads, ServedModel(INFO, tokenizer), "decode"), body)
+
+    with pytest.raises(InvalidRequest) as refusal:
+        asyncio.run(asyncio.wait_for(answer(), 5.0))
+    sent = [message for message in link.sent if isinstance(message, Request)]
+    assert [(message.prompt_ids, message.refused) for message in sent] == [
+        ([5], str(refusal.value)),
+        ([6], str(refusal.value)),
+    ]
+    assert not link.num_open

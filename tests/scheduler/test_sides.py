@@ -256,6 +256,27 @@ def test_a_prompt_that_decode_refuses_is_not_computed_by_prefill(
 
 
 @pytest.mark.parametrize("refused_first", [True, False])
+@pytest.mark.parametrize("refuses", ["prefill", "decode"])
+def test_neither_side_waits_for_a_leg_that_the_others_front_end_refuses(refuses: str, refused_first: bool) -> None:
+    pair = Pair()
+    leg, whole = at(request("a", range(60), 1), 1), at(request("a", range(60), 4), 1)
+    if refuses == "prefill":
+        leg = changed(leg, refused="too large")
+    else:
+        whole = changed(whole, refused="too large")
+    sends = [(pair.prefill, leg), (pair.decode, whole)]
+    for worker, message in sends if refused_first == (refuses == "prefill") else reversed(sends):
+        worker.receive(message)
+        pair.run()
+    other = pair.decode if refuses == "prefill" else pair.prefill
+    assert other.ended["a", 0] is RefusalKind.INVALID
+    refusal = other.replies[-1].refusal
+    assert refusal is not None and refusal.text == f"{refuses}: too large"
+    assert pair.prefill.scheduler.state.totals.extend_tokens == 0
+    pair.check_empty()
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
 def test_a_prompt_for_which_prefill_has_no_room_is_refused_by_decode_at_once(refused_first: bool) -> None:
     network = Network()
     prefill, decode = Worker(network, PREFILL, capacity(), max_rooms=1), Worker(network, None, capacity())

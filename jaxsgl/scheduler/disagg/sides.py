@@ -33,7 +33,7 @@ from jaxsgl.cache.manager import CacheManager, namespace_of
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Load, Refusal, Reply, TransferLoad
+from jaxsgl.messages.replies import Load, Refusal, RefusalKind, Reply, TransferLoad
 from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Rooms, Send, Start, Version
@@ -141,7 +141,7 @@ class Side(ABC):
                     self.scheduler.receive([message])
             elif message.room is None:
                 self.scheduler.receive([message])
-            elif (refusal := self.scheduler.refusal(message)) is not None:
+            elif (refusal := _of_front_end(message) or self.scheduler.refusal(message)) is not None:
                 self._replies.append(Reply(message.request_id, refusal=refusal))
                 self._carry_out(self._refused_at_arrival(message, refusal))
             else:
@@ -223,6 +223,11 @@ class Side(ABC):
 
     def _carry_out_other(self, action: Gather | Answer) -> None:
         raise AssertionError(f"{action} is none of this side's")
+
+
+def _of_front_end(request: Request) -> Refusal | None:
+    """Why the front end has refused the request, or None if it has not."""
+    return Refusal(RefusalKind.INVALID, request.refused) if request.refused else None
 
 
 def room_of_request(request: Request) -> Room:

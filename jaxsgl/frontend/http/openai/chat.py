@@ -105,11 +105,12 @@ async def prepare_chat(
     (options,) = in_rooms(options_of(body, [adapter]), body)
     refuse_prompt_scores_in_rooms([options], sampling)
     request = await generator.prepare(Prompted(prompt, sampling, request_id, options))
-    form = answer_form(body, generator.model, use, request.prompt_ids)
     config = front_end.config
     free_calls = config.free_tool_calls or config.engine.grammar_backend == "none"
-    budget = reasoning_budget(body, generator.model, config)
-    form, grammar = constrained(form, sampling.grammar, free_calls, budget)
+    with generator.telling_other_legs([request]):
+        form = answer_form(body, generator.model, use, request.prompt_ids)
+        budget = reasoning_budget(body, generator.model, config)
+        form, grammar = constrained(form, sampling.grammar, free_calls, budget)
     if grammar != sampling.grammar:
         request = with_grammar(request, grammar, config.engine.disaggregation.disaggregation_mode)
     return request, form
