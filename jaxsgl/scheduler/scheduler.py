@@ -365,9 +365,10 @@ class Scheduler:
     def room_for(self, request: Request) -> bool:
         """Whether a request that isn't here yet would soon be admitted, so that its prefix is not evicted before.
 
-        An empty pool takes any request, as in planning. What is held for running requests counts as taken.
+        An empty pool takes any request, as in planning. What is held for running requests counts as taken. A row for
+        one sample is enough: it keeps the prefix for the others, which wait for rows like any request.
         """
-        return self._has_room(len(request.prompt_ids), request.sampling.n)
+        return self._has_room(len(request.prompt_ids), 1)
 
     def _has_room(self, prompt_len: int, num_samples: int) -> bool:
         requests, cache = self._requests, self.cache

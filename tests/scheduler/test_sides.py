@@ -276,6 +276,26 @@ def test_neither_side_waits_for_a_leg_that_the_others_front_end_refuses(refuses:
     pair.check_empty()
 
 
+def test_requests_do_not_wait_for_rows_for_all_samples_of_one_ahead_of_them() -> None:
+    network = Network()
+    pair = Pair()
+    prefill = Worker(network, PREFILL, capacity())
+    decode = Worker(network, None, capacity(rows=4, num_pages=200))
+    pair.network, pair.prefill, pair.decode = network, prefill, decode
+    pair.send(request("long", range(20), 90))
+    many = Request("many", list(range(30)), SamplingParams(temperature=0.0, max_tokens=5, n=4))
+    pair.send(many)
+    pair.send(request("after", range(40), 5))
+    while ("after", 0) not in decode.ended:
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+    assert ("long", 0) not in decode.ended
+    pair.run()
+    assert [decode.outputs["many", index] for index in range(4)] == [expected(range(30), 5)] * 4
+    pair.check_empty()
+
+
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_a_prompt_for_which_prefill_has_no_room_is_refused_by_decode_at_once(refused_first: bool) -> None:
     network = Network()
