@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,10 +34,13 @@ class GrpcBackend:
       address: host:port.
       api_key: sent as a bearer token.
       ignore_eos: whether outputs go on after EOS tokens.
+      tls: checks the server's certificate; None for a server without TLS.
     """
 
-    def __init__(self, address: str, api_key: str | None, ignore_eos: bool) -> None:
-        self._channels = [grpc.aio.insecure_channel(address, OPTIONS) for _ in range(NUM_CONNECTIONS)]
+    def __init__(
+        self, address: str, api_key: str | None, ignore_eos: bool, tls: grpc.ChannelCredentials | None = None
+    ) -> None:
+        self._channels = [_channel(address, tls) for _ in range(NUM_CONNECTIONS)]
         self._stubs = itertools.cycle([pb_grpc.JaxsglStub(channel) for channel in self._channels])
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._ignore_eos = ignore_eos
@@ -84,6 +88,17 @@ class GrpcBackend:
         """As `Backend` says."""
         for channel in self._channels:
             await channel.close()
+
+
+def grpc_tls(ca: str | None) -> grpc.ChannelCredentials:
+    """Trusts the certificate in the file `ca`, or the authorities of the system. Raises `OSError`."""
+    return grpc.ssl_channel_credentials(None if ca is None else Path(ca).read_bytes())
+
+
+def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, OPTIONS)
+    return grpc.aio.secure_channel(address, tls, OPTIONS)
 
 
 def _told(error: grpc.aio.AioRpcError) -> str:

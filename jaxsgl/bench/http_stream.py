@@ -75,13 +75,14 @@ class HttpServer:
     Args:
       base_url: http or https, with or without a path; /v1 at its end is removed.
       api_key: sent as a bearer token; None for no token.
+      ca: file of the certificate of an https server or its authority; None for the authorities of the system.
     """
 
-    def __init__(self, base_url: str, api_key: str | None) -> None:
+    def __init__(self, base_url: str, api_key: str | None, ca: str | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{base_url!r} is no address of a server: give it as http://HOST:PORT")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = ssl.create_default_context(cafile=ca) if parts.scheme == "https" else None
         self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxsgl.bench.backend import Backend
-from jaxsgl.bench.grpc_backend import GrpcBackend
+from jaxsgl.bench.grpc_backend import GrpcBackend, grpc_tls
 from jaxsgl.bench.http_backends import DIALECTS, HttpBackend
 from jaxsgl.bench.http_stream import HttpServer
 from jaxsgl.bench.requests import Ask
@@ -130,6 +130,8 @@ class ServingConfig:
     host: str = flag("127.0.0.1", "host of the server")
     port: int | None = flag(None, f"port of the server (default: {HTTP_PORT}; jaxsgl-grpc: {PORTS[GRPC]})")
     base_url: str | None = flag(None, "http://HOST:PORT, instead of --host and --port; jaxsgl-grpc: HOST:PORT")
+    tls: bool = flag(False, "the server has a certificate; implied by https:// in --base-url")
+    ca: str | None = flag(None, "certificate (PEM) of the server or its authority (default: those of the system)")
     model: str | None = flag(None, "name of the model for the server (default: the first one that /v1/models lists)")
     api_key: str | None = flag(
         None, f"sent as a bearer token (default: {API_KEY_VARIABLE} or OPENAI_API_KEY of the environment)", secret=True
@@ -158,7 +160,20 @@ class ServingConfig:
         if self.output_details and not self.output_file:
             raise ConfigError("--output-details is for a file: name it with --output-file")
         if self.backend == GRPC and "://" in (self.base_url or ""):
-            raise ConfigError(f"--base-url is {self.base_url}, but must be HOST:PORT for --backend {GRPC}")
+            raise ConfigError(
+                f"--base-url is {self.base_url}, but must be HOST:PORT for --backend {GRPC}: for TLS add --tls"
+            )
+        if self.tls and (self.base_url or "").startswith("http://"):
+            raise ConfigError(f"--base-url is {self.base_url}, but --tls is given: write https://, or leave --tls out")
+        if self.ca is not None and not self.has_tls:
+            raise ConfigError("--ca is given, but the connection is not encrypted: add --tls")
+        if self.ca is not None and not Path(self.ca).is_file():
+            raise ConfigError(f"--ca is {self.ca}, but there is no such file: name a certificate (PEM)")
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether the connection is encrypted."""
+        return self.tls or (self.base_url or "").startswith("https://")
 
 
 async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
@@ -181,12 +196,18 @@ async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
 
 
 def backend_of(config: ServingConfig) -> Backend:
-    """The backend for the settings. Raises `ValueError` if the address is not valid."""
+    """The backend for the settings.
+
+    Raises:
+      ValueError: the address is not valid.
+      OSError: the file of --ca can't be read, or is no certificate.
+    """
     key = config.api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
     address = address_of(config.host.strip("[]"), config.port or PORTS.get(config.backend, HTTP_PORT))
     if config.backend == GRPC:
-        return GrpcBackend(config.base_url or address, key, not config.disable_ignore_eos)
-    server = HttpServer(config.base_url or f"http://{address}", key)
+        tls = grpc_tls(config.ca) if config.has_tls else None
+        return GrpcBackend(config.base_url or address, key, not config.disable_ignore_eos, tls)
+    server = HttpServer(config.base_url or f"http{'s' * config.tls}://{address}", key, config.ca)
     return HttpBackend(server, DIALECTS[config.backend], config.model, not config.disable_ignore_eos)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from bench.figures import capacity
 from server_process import ServerProcess
+from tls_files import make_certificate
 
 from jaxsgl.bench import __main__ as script
 from jaxsgl.bench.backend import Answer, Turn
@@ -120,6 +121,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     server.end()
 
 
+@pytest.fixture(scope="module")
+def server_with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, str]]:
+    """A server with a key, and its certificate."""
+    certificate, key = make_certificate(tmp_path_factory.mktemp("tls"))
+    model = save(byte_level(), tmp_path_factory.mktemp("model"))
+    flags = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--api-key", "a-key")
+    server = ServerProcess(tmp_path_factory.mktemp("server"), model, *flags)
+    server.wait_until_ready()
+    yield server, certificate
+    server.end()
+
+
 BACKENDS = ("openai", "openai-chat", "sglang", "jaxsgl-grpc")
 SMALL = {
     "random": ("--random-input-len", 20, "--random-output-len", 9, "--num-prompts", 8),
@@ -201,6 +214,18 @@ def test_requests_that_fail_are_listed_and_end_the_script_with_status_1(
     assert line["completed"] == 1 and line["errors"][0] == "" and "context" in line["errors"][1]
 
 
+@pytest.mark.parametrize("backend", ["openai", "jaxsgl-grpc"])
+def test_a_server_with_a_key_and_a_certificate_is_loaded(
+    server_with_tls: tuple[ServerProcess, str], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, certificate = server_with_tls
+    host, port = (server.address if backend == "jaxsgl-grpc" else server.http_address).rsplit(":", 1)
+    flags = ["--backend", backend, "--host", host, "--port", port, *map(str, SMALL["random"])]
+    assert script.main([*flags, "--tls", "--ca", certificate, "--api-key", "a-key"]) == 0
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    assert script.main([*flags, "--tls", "--api-key", "a-key"]) == 1  # of no authority that the system knows
+
+
 def test_without_a_server_the_script_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--port", "1", "--num-prompts", "1"]) == 1
     assert "is the server up?" in capsys.readouterr().err
@@ -214,7 +239,8 @@ def test_without_a_server_the_script_says_so(capsys: pytest.CaptureFixture[str])
         ("--max-concurrency", "0"), ("--vocab-size", "1"), ("--gsp-num-groups", "0"), ("--request-rate", "0"),
         ("--random-range-ratio", "1.5"), ("--think-s", "-1"), ("--goodput", "itl:5"), ("--base-url", "127.0.0.1:1"),
         ("--warmup-requests", "-1"), ("--output-details",),
-        ("--base-url", "http://127.0.0.1:1", "--backend", "jaxsgl-grpc"),
+        ("--base-url", "http://127.0.0.1:1", "--backend", "jaxsgl-grpc"), ("--base-url", "http://127.0.0.1:1", "--tls"),
+        ("--ca", "nowhere.pem"), ("--ca", "nowhere.pem", "--tls"),
     ],
     ids=lambda flags: flags[0],
 )  # fmt: skip
