@@ -1,4 +1,4 @@
-"""The command line and the JSON file of a benchmark. Imports nothing but the standard library."""
+"""The command line and the JSON file of a benchmark. Help imports nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def write_figures(path: Path | None, **figures: object) -> None:
 def run_named(package: str, doc: str | None, arguments: Sequence[str]) -> int:
     """Runs `main(arguments)` of the module of `package` that the first argument names; returns the exit status.
 
-    Help is `doc` and a line for each module of the package, the first one of its docstring; it imports none of them.
+    Help is `doc` and a line for each module of the package, the first one of its docstring; it imports none of them. An
+    error of the flags, the checkpoint or a file is one line.
     """
     modules = {path.stem: path for path in sorted(_folder_of(package).glob("*.py")) if not path.stem.startswith("_")}
     width = max(map(len, modules))
@@ -60,7 +61,14 @@ def run_named(package: str, doc: str | None, arguments: Sequence[str]) -> int:
     )
     parser.add_argument("name", choices=modules, metavar="NAME", help="one of these")
     name = parser.parse_args(arguments[:1]).name
-    return importlib.import_module(f"{package}.{name}").main(arguments[1:]) or 0
+    tool = importlib.import_module(f"{package}.{name}")
+    from jaxsgl.errors import JaxsglError  # help needs no package
+
+    try:
+        return tool.main(arguments[1:]) or 0
+    except (JaxsglError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _folder_of(package: str) -> Path:

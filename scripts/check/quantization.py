@@ -82,8 +82,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="as the server's (default: auto)")
     options = parser.parse_args(arguments)
     tokenizer = load_tokenizer(options.model, None)
-    assert tokenizer is not None
+    if tokenizer is None:
+        parser.error(f"{options.model} has no tokenizer, which texts need: name a model with one")
     scored = lines_of(options.text, tokenizer) if options.text else held_out(options.documents, tokenizer)
+    if not scored:
+        parser.error(
+            f"{options.text or f'--documents {options.documents}'} has nothing to score: give one text at least"
+        )
     found: dict[str, dict[str, float]] = {}
     plain: list[float] = []
     for name in (NONE, *options.formats):

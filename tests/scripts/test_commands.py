@@ -60,6 +60,24 @@ def test_an_unknown_tool_is_refused_with_those_there_are(capsys: pytest.CaptureF
     assert "'stepp'" in shown and all(name in shown for name in FIGURES)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(["--model", "/nowhere"], "error: the model folder /nowhere"), (["--text", "/nowhere"], "'/nowhere'")],
+)
+def test_a_bad_value_ends_a_check_with_one_line(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_named("check", "", ["quantization", *flags]) == 1
+    shown = capsys.readouterr().err
+    assert told in shown and shown.count("\n") == 1
+
+
+def test_nothing_to_score_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_named("check", "", ["quantization", "--documents", "0"])
+    assert "--documents 0 has nothing to score" in capsys.readouterr().err
+
+
 def test_a_tool_runs_by_the_path_of_its_command_from_another_folder(tmp_path: Path) -> None:
     command = [
         sys.executable,
