@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.weights import resolve_model_folder
 from pallas_kernels import KernelChoice
 from pallas_kernels.selftest.report import Begun, Verdict, parse_news
+from tests.checkpoints import configuration
 from tests.engine.conftest import MODEL, ConfigMaker
 from tests.engine.driving import Driver, greedy_engine
 from tests.grids import daily
@@ -241,6 +243,23 @@ def test_a_process_that_cannot_start_leaves_the_choice_and_is_not_remembered(
     assert outcome_of(tester, config) == (KernelChoice(), ())
     assert "not all kernels could be tested" in caplog.text and "no device is free" in caplog.text
     assert not list(Path(config.compilation_cache_dir or "").rglob("*.json"))
+
+
+def test_ranks_test_attention_as_their_own_devices_share_it_and_experts_as_all_do(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(configuration("qwen3_moe") | sizes))
+
+    def shapes(**flags: Any) -> dict[str, Any]:
+        config = EngineConfig(model=str(tmp_path), quantization="int8", **flags)
+        arch = read_arch(config, tmp_path)
+        return KernelTester("gpu").request(config, arch, asked_kernels(config, arch)).shapes
+
+    of_all, of_rank = shapes(tp=4), shapes(tp=2)
+    found = shapes(tp=4, dp_size=2, enable_dp_attention=True)
+    attention = slice(0, 2)  # of the matrices of a layer
+    assert found["num_kv_heads"] == of_rank["num_kv_heads"] == 1
+    assert found["matrices"][attention] == of_rank["matrices"][attention] != of_all["matrices"][attention]
+    assert found["matrices"][2:] == of_all["matrices"][2:] and found["experts"] == of_all["experts"]
 
 
 def test_a_flag_starts_without_testing(folder: Path, tiny_config: ConfigMaker) -> None:

@@ -61,10 +61,13 @@ def kernel_shapes(
     page_size: int,
     heads: KeptHeads,
     num_devices: int,
+    num_ranks: int = 1,
     *,
     in_fixed_order: bool = False,
 ) -> KernelShapes:
     """Those of `arch`, kept in `precision` on `num_devices` that share it; pages keep a device's heads as `heads`.
+
+    The devices of each rank share attention and states, all devices MLPs and experts.
 
     Where layers have other heads than the model, these are theirs in `arch.with_heads(..)`.
     """
@@ -94,8 +97,8 @@ def kernel_shapes(
         rotates_first=arch.rotates_first,
         normalizes_values=arch.normalizes_values,
         experts=_expert_shapes(arch, precision, num_devices),
-        matrices=_matrix_shapes(arch, num_devices),
-        states=_state_shapes(arch, num_devices),
+        matrices=_matrix_shapes(arch, num_devices, num_ranks),
+        states=_state_shapes(arch, num_devices // num_ranks),
         latents=() if arch.latent is None else (_latent_shape(arch.latent),),
         in_fixed_order=in_fixed_order,
     )
@@ -160,7 +163,7 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     )
 
 
-def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]:
+def _matrix_shapes(arch: ModelArch, num_devices: int, num_ranks: int) -> tuple[MatrixShape, ...]:
     """Of the layers' quantized matrices that are no experts', each device's part; in the order of a layer."""
     fmt = arch.weight_format
     if fmt is None:
@@ -168,11 +171,11 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
     mlps = [mlp for layer in arch.layers for mlp in (layer.mlp, layer.experts) if mlp is not None]
     ffns = dict.fromkeys(mlp.ffn_size if isinstance(mlp, DenseMlp) else mlp.shared_ffn_size for mlp in mlps)
     hidden = arch.hidden_size
-    whole = _mixer_matrices(arch)
+    of_rank = _mixer_matrices(arch)
     rows = arch.unit_rows
-    whole += [each for ffn in ffns if ffn for each in ((rows * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
+    of_all = [each for ffn in ffns if ffn for each in ((rows * ffn, hidden, "outputs"), (hidden, ffn, "inputs"))]
     if arch.embedding_size:
-        whole += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
+        of_all += [(arch.embedding_size, hidden, ""), (hidden, arch.embedding_size, "")]
 
     def shape(outputs: int, inputs: int, group: int) -> MatrixShape:
         is_packed = fmt.packing in ON_ACCELERATORS and refuse(fmt.packing, (outputs, inputs), group) is None
@@ -180,13 +183,14 @@ def _matrix_shapes(arch: ModelArch, num_devices: int) -> tuple[MatrixShape, ...]
         blocks = fmt.block_outputs(outputs, reordered=False)  # of runs of outputs some may be shorter
         return MatrixShape(outputs, inputs, fmt.numbers, group, fmt.has_zeros, packing, blocks)
 
-    def part(outputs: int, inputs: int, shared: str) -> MatrixShape:
+    def part(outputs: int, inputs: int, shared: str, parts: int) -> MatrixShape:
         group = fmt.group_of(inputs)
         if shared != "inputs":
-            outputs = outputs // num_devices if shared == "outputs" else outputs
+            outputs = outputs // parts if shared == "outputs" else outputs
             return shape(outputs, inputs, group)
-        return shape(outputs, inputs // num_devices, group_of_part(group, inputs, num_devices))
+        return shape(outputs, inputs // parts, group_of_part(group, inputs, parts))
 
+    whole = [(*each, num_devices // num_ranks) for each in of_rank] + [(*each, num_devices) for each in of_all]
     return tuple(dict.fromkeys(part(*each) for each in whole))
 
 

@@ -124,9 +124,15 @@ class KernelTester:
             weight_only=config.weight_only,
             rounds_rows=may_round_rows_of_experts(asked),
         )
-        page_size, heads = choose_pages(config, arch, self.platform, config.tp)
+        page_size, heads = choose_pages(config, arch, self.platform, config.tp // config.num_ranks)
         shapes = kernel_shapes(
-            kept, precision, page_size, heads, config.tp, in_fixed_order=config.enable_deterministic_inference
+            kept,
+            precision,
+            page_size,
+            heads,
+            config.tp,
+            config.num_ranks,
+            in_fixed_order=config.enable_deterministic_inference,
         )
         return Request(self.platform, shapes.as_json(), dataclasses.asdict(asked))
 
