@@ -18,6 +18,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.stages.engine import StagedEngine, check_stages, cut_layers
 from jaxsgl.engine.stages.parts import FromHost, Stage, ToHost
+from jaxsgl.engine.start import opening
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone
 from jaxsgl.hosts.line import LineLost
@@ -101,6 +102,17 @@ def test_models_that_stages_can_not_serve_are_refused_with_the_way_out(tmp_path:
         check_stages(EngineConfig(pp_size=4), arch)
     with pytest.raises(ConfigError, match="embeddings and scores for now: leave --pp-size out"):
         check_stages(EngineConfig(pp_size=2), replace(arch, pooling=LAST_TOKEN))
+
+
+def test_stages_keep_weights_as_one_device_does_since_each_has_whole_layers(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "meshes_of", lambda config: (mesh_of(),) * config.pp_size)
+    kept = [
+        opening.open_model(tiny_config(pp_size=stages, quantization="int4"), None, Alone()).arch.weight_format
+        for stages in (1, 2)
+    ]
+    assert kept[0] == kept[1] and kept[0] is not None and kept[0].packing
 
 
 class Runner:

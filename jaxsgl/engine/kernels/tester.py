@@ -120,7 +120,7 @@ class KernelTester:
             arch,
             precision.weights,
             self.platform,
-            config.num_devices,
+            config.tp,
             weight_only=config.weight_only,
             rounds_rows=may_round_rows_of_experts(asked),
         )

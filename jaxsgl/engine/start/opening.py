@@ -112,7 +112,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
         arch,
         precision.weights,
         platform,
-        config.num_devices,
+        config.tp,  # those of a stage, each of which has whole layers
         weight_only=config.weight_only,
         rounds_rows=rounds_rows,
     )
