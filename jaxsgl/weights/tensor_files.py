@@ -334,7 +334,7 @@ _PREDICT_MORE = (
     "Kimi_K25ForConditionalGeneration",
 )
 
-
+_OF_LAST_STAGE = ("model.norm.", "model.final_layernorm.", "lm_head.")  # with a bias or scales, where there are some
 # Rope's, xIELU's, and masks.
 _CONSTANTS = (
     "rotary_emb.inv_freq",
@@ -377,7 +377,7 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
             return True
     if name == "model.embed_tokens.weight" and not arch.has_embedding:
         return True  # another stage reads it, as the next ones
-    if (name.startswith("model.norm.") and after) or (name == "model.embed_positions.weight" and before):
+    if (name.startswith(_OF_LAST_STAGE) and after) or (name == "model.embed_positions.weight" and before):
         return True
     fmt = arch.weight_format
     if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):

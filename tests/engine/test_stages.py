@@ -95,6 +95,13 @@ def test_a_stage_leaves_tensors_of_other_stages_unread_and_refuses_what_no_stage
         assert not is_harmless(name, middle)
 
 
+def test_a_stage_leaves_the_last_ones_norm_and_head_unread_by_all_their_names(tmp_path: Path) -> None:
+    first = ModelArch.from_folder(make_checkpoint("phi", tmp_path / "model")).of_layers(0, 1)
+    for name in ("model.final_layernorm.weight", "model.final_layernorm.bias", "lm_head.bias", "lm_head.qweight"):
+        assert is_harmless(name, first)
+    load_params(tmp_path / "model", first, FLOAT32, mesh_of())
+
+
 def test_models_that_stages_can_not_serve_are_refused_with_the_way_out(tmp_path: Path) -> None:
     arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
     check_stages(EngineConfig(pp_size=3), arch)
