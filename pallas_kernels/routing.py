@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.sums import row_sums, softmax
 
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen"]
+Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen", "sparse_mixer"]
 
 TINY = 1e-20  # keeps a sum of sigmoids from being 0
 
@@ -24,7 +24,8 @@ class Router:
     Attributes:
       top_k: how many are chosen: those of the highest scores.
       score: what makes scores of logits. "softmax_of_chosen" and "sigmoid_of_chosen": the logits rank the experts, and
-        scores are those of the chosen ones alone.
+        scores are those of the chosen ones alone. "sparse_mixer": the logits rank them, and the share of each is its
+        own of a softmax over those after it that are near it (arXiv 2409.12136).
       renormalize: the scores of the chosen experts are divided by their sum.
       scale: factor on the shares.
       num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose best
@@ -33,6 +34,7 @@ class Router:
       choice_bias: a bias of each expert counts for the choice, and not for the share.
       bias: logits have a bias.
       num_shared: so many experts more, E and those after it, are taken by each token, after the chosen ones.
+      margin: sparse_mixer: an expert is near one whose logit is larger by no more than twice this share of it.
     """
 
     top_k: int
@@ -45,6 +47,7 @@ class Router:
     choice_bias: bool = False
     bias: bool = False
     num_shared: int = 0
+    margin: float = 0.0
 
 
 def choose_by_xla(
@@ -59,6 +62,8 @@ def choose_by_xla(
         logits = jnp.sum(logits, axis=0)
     if logit_bias is not None:
         logits = logits + logit_bias.astype(jnp.float32)
+    if router.score == "sparse_mixer":
+        return _by_sparse_mixer(router, logits)
     if router.score == "softmax":
         scores = softmax(logits)
     elif router.score == "sigmoid":
@@ -86,6 +91,19 @@ def choose_by_xla(
         jnp.concatenate([experts, jnp.broadcast_to(numbers, shape)], axis=1),
         jnp.concatenate([shares, jnp.broadcast_to(of_shared[:, None], shape)], axis=1),
     )
+
+
+def _by_sparse_mixer(router: Router, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of logits `[T, E]`, one expert after the other; what was chosen takes no part in what follows."""
+    left, number = logits, jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    experts, shares = [], []
+    for _ in range(router.top_k):
+        best, top = jnp.argmax(left, axis=-1, keepdims=True), jnp.max(left, axis=-1, keepdims=True)
+        is_far = (top - logits) / jnp.maximum(jnp.abs(logits), top) > 2 * router.margin
+        experts.append(best.astype(jnp.int32))
+        shares.append(1.0 / row_sums(jnp.where(is_far, 0.0, jnp.exp(left - top)), keepdims=True))
+        left = jnp.where(number == best, -jnp.inf, left)
+    return jnp.concatenate(experts, axis=-1), jnp.concatenate(shares, axis=-1) * router.scale
 
 
 def _in_best_groups(router: Router, ranks: jax.Array) -> jax.Array:

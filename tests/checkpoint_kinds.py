@@ -12,6 +12,8 @@ from transformers import (
     ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
+    AXK1Config,
+    AXK1ForCausalLM,
     BambaConfig,
     BambaForCausalLM,
     Cohere2Config,
@@ -38,6 +40,8 @@ from transformers import (
     Exaone4ForCausalLM,
     ExaoneMoeConfig,
     ExaoneMoeForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     FlexOlmoConfig,
     FlexOlmoForCausalLM,
     Gemma2Config,
@@ -120,6 +124,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
     NemotronConfig,
     NemotronForCausalLM,
     NemotronHConfig,
@@ -128,14 +134,18 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoConfig,
     OlmoeConfig,
     OlmoeForCausalLM,
+    OlmoForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -289,6 +299,7 @@ _HYBRID_MOE = {
 }
 
 _EQUALLY_MANY = {"head_dim": 16, "num_key_value_heads": 8}  # kv heads and heads, of D numbers together
+_FALCON = {"num_attention_heads": 16, "num_kv_heads": 4, "ffn_hidden_size": 112}
 _COHERE = {"logit_scale": 0.7, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 
 _MAMBA = {
@@ -347,6 +358,12 @@ _ROUTED = {"n_routed_experts": 10, "n_shared_experts": 3}
 _CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 5}
 _GRANITE_MOE = {**_GRANITE, "intermediate_size": 48, "num_local_experts": 10, "num_experts_per_tok": 3}
 
+
+def _falcon(head_dim: int = 0, num_key_value_heads: int = 0, intermediate_size: int = 0, **values: Any) -> FalconConfig:
+    """Its configuration, which has other words for these, or none."""
+    return FalconConfig(**values)
+
+
 # The same, as differences from OF_FAMILIES.
 FAMILIES: dict[str, Kind] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),
@@ -363,6 +380,28 @@ FAMILIES: dict[str, Kind] = {
                 "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
                 "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
             },
+        },
+    ),
+    "olmo": (OlmoConfig, OlmoForCausalLM, {"clip_qkv": 1.0}),
+    "nanochat": (NanoChatConfig, NanoChatForCausalLM, {"attention_bias": True, "final_logit_softcapping": 5.0}),
+    # As 7B, 40B and 11B have it.
+    "falcon": (_falcon, FalconForCausalLM, {**_FALCON, "tie_word_embeddings": False}),
+    "falcon_40b": (_falcon, FalconForCausalLM, {**_FALCON, "new_decoder_architecture": True, "bias": True}),
+    "falcon_11b": (
+        _falcon,
+        FalconForCausalLM,
+        {**_FALCON, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "phimoe": (
+        PhimoeConfig,
+        PhimoeForCausalLM,
+        {
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "intermediate_size": 48,
+            "num_local_experts": 10,
+            "router_jitter_noise": 0.2,
+            "sliding_window": WINDOW,
         },
     ),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"attention_bias": True}),
@@ -866,6 +905,11 @@ FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    "axk1": (
+        AXK1Config,
+        AXK1ForCausalLM,
+        {**_LATENT, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "deepseek_v32": (
         DeepseekV32Config,
         DeepseekV32ForCausalLM,
@@ -933,9 +977,12 @@ OF_D_NUMBERS = (
     "gpt_bigcode",
     "gptj",
     "opt",
+    "falcon",
+    "falcon_40b",
+    "falcon_11b",
 )  # whose heads have D numbers together
 # Whose mechanisms others have, too.
-VARIANTS = ("gpt_bigcode", "granite_moe_swa", "hy_v3", "jais2", "kolibri1", "minicpm3", "vault_gemma")
+VARIANTS = ("falcon_11b", "gpt_bigcode", "granite_moe_swa", "hy_v3", "jais2", "kolibri1", "minicpm3", "vault_gemma")
 DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions

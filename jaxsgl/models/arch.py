@@ -74,6 +74,7 @@ class ModelArch:
       attention_bias: q, k and v have biases.  attention_out_bias, mlp_bias: so have the output projection, the MLP.
       qk_norm: whether q and k are normalized, per head or over all heads.
       rotates_first: whether heads are normalized after their rotation; else before.
+      qkv_limit: queries, keys and values lie within this on both sides of 0, before a rope; None: they may be anything.
       max_context: the most tokens of one sequence that the model was made for.
       dtype: name of the checkpoint's dtype.
       names_dtype: config.json says so; else it is a guess, which the tensors correct (`weights/as_stored.py`).
@@ -88,6 +89,7 @@ class ModelArch:
       rounds_embedding_scale: that is rounded to the weights' dtype first.
       residual_scale: factor on what a block adds to the residual stream; None: 1.
       logits_divisor: what logits are divided by; None: 1.
+      normalizes_embedding: embeddings are brought to unit mean square.
       head_bias: the output head has a bias.
       num_positions: rows of the table of learned positions, as the checkpoint has it; 0: there is none.
       rows_before_positions: how many of these come before that of the first position.
@@ -139,6 +141,7 @@ class ModelArch:
     eos_token_ids: tuple[int, ...]
     names_dtype: bool = True
     rotates_first: bool = False
+    qkv_limit: float | None = None
     norms: NormPlaces = "pre"
     centred: bool = False
     norm_bias: bool = False
@@ -149,6 +152,7 @@ class ModelArch:
     rounds_embedding_scale: bool = False
     residual_scale: float | None = None
     logits_divisor: float | None = None
+    normalizes_embedding: bool = False
     head_bias: bool = False
     num_positions: int = 0
     rows_before_positions: int = 0
@@ -223,6 +227,13 @@ class ModelArch:
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that keep states."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, RecurrentNet))
+
+    @cached_property
+    def normed_mlps(self) -> tuple[int, ...]:
+        """The layers that normalize what their MLP adds."""
+        if self.norms == "pre and mixtures":
+            return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoeMlp))
+        return tuple(range(self.num_layers)) if self.norms in ("post", "sandwich") else ()
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -444,7 +455,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.entry_size
     else:
-        num_kv_heads = config.count("num_key_value_heads", num_heads)
+        num_kv_heads = _read_kv_heads(config, family, num_heads)
         head_dim = config.count("head_dim", hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{config.path}: {num_heads} heads can't share {num_kv_heads} kv heads evenly")
@@ -479,6 +490,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
         qk_norm=family.qk_norm if _holds(config, family.qk_norm_key) else None,
         rotates_first=family.rotates_first,
+        qkv_limit=config.number("clip_qkv") if family.limits_qkv and config.get("clip_qkv") is not None else None,
         normalizes_values=family.normalizes_values,
         layer_factors=family.layer_factors,
         layer_vocab_size=config.get("vocab_size_per_layer_input", 0) if layers.specs[0].embedding_size else 0,
@@ -489,7 +501,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         norms=family.norms if _holds(config, family.norms_key) else "pre",
         centred=family.centred and not is_root,
         norm_bias=family.norm_bias,
-        parallel=family.parallel if _holds(config, family.parallel_key) else None,
+        parallel=_read_parallel(config, family),
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
         embedding_scale=math.sqrt(hidden_size) if scales_embedding else embedding_scale,
@@ -497,7 +509,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_scale=_read_attention_scale(config, family, latent),
         residual_scale=residual_scale,
         logits_divisor=logits_divisor,
-        head_bias=family.head_bias,
+        normalizes_embedding=family.normalizes_embedding,
+        head_bias=family.head_bias and _holds(config, family.head_bias_key),
         num_positions=num_positions,
         rows_before_positions=family.rows_before_positions or 0,
         attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
@@ -560,6 +573,22 @@ def _by_decoder(whole: ConfigFile, name: str) -> str:
 def _holds(config: ConfigFile, key: str | None) -> bool:
     """Whether config.json says that something of the family holds, which it does where there is no key for that."""
     return key is None or bool(config.get(key, False))
+
+
+def _read_kv_heads(config: ConfigFile, family: Family, num_heads: int) -> int:
+    if _holds(config, family.grouped_key):
+        return config.count("num_key_value_heads", num_heads)
+    config.skip(config.told_as("num_key_value_heads"))
+    return 1
+
+
+def _read_parallel(config: ConfigFile, family: Family) -> Parallel | None:
+    if not _holds(config, family.parallel_key):
+        return None
+    if family.parallel_norms_key is None:
+        return family.parallel
+    is_grouped = _holds(config, family.grouped_key)
+    return "own norm" if config.count(family.parallel_norms_key, 2 if is_grouped else 1) == 2 else "shared norm"
 
 
 # Names in published folders that aren't transformers' own; and one there that doesn't end as others do.

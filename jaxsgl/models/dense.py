@@ -288,7 +288,8 @@ class DecoderLayers(Matrices):
         readers: tuple[Weights | None, ...] = ()
         if not is_last and step.context.adapters is None:
             readers = self.layers[index + 1].readers(step.kernels)
-        out_norm = rows.of(vectors.mlp_out_norm, index)
+        is_normed = index in self.arch.normed_mlps
+        out_norm = rows.of(vectors.mlp_out_norm, self.arch.normed_mlps.index(index)) if is_normed else None
         if vectors.layer_factor is None:
             return self._add(x_TD, updates, out_norm, next_norm, step.kernels, readers)
         x_TD, _ = self._add(x_TD, updates, out_norm, None, step.kernels, ())
@@ -455,6 +456,8 @@ class Decoder(DecoderLayers):
     def _embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """What goes into the residual stream `[T, D]`: embeddings, with those of positions if the model has such."""
         rows_TD = self._scaled_rows(token_ids)
+        if self.arch.normalizes_embedding:
+            rows_TD = rms_norm(rows_TD, jnp.ones(rows_TD.shape[1:], rows_TD.dtype), self.arch.rms_norm_eps)
         if self.arch.num_positions:
             table = self.matrix("positions")
             assert isinstance(table, jax.Array), "tables of positions aren't quantized"

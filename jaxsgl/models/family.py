@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from pallas_kernels.routing import Score
 
-# Which norms a layer has: before attention and MLP; after them, before the sum; or both.
-NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
+# Which norms a layer has: before attention and MLP; after them, before the sum; both; or before them, and after a
+# mixture of experts.
+NormPlaces: TypeAlias = Literal["pre", "post", "sandwich", "pre and mixtures"]
 # Over what queries and keys are normalized before rope: each head, all heads at once, or each head less its mean, by
 # scales of its own.
 QkNorm: TypeAlias = Literal["head", "all", "centred head"]
@@ -43,6 +44,7 @@ class MoeFamily:
       score_key: the key that says which score it is, of the chosen experts alone; None: `score`.
       choice_bias_key: the key that says whether `choice_bias` holds; None: it does.
       renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
+      margin_key: the key of `Router.margin`; None: the score has none.
       grouped: `n_group`, `topk_group` and `scale_key` hold.
       scale_key: the key of the factor on all shares.
       shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
@@ -69,6 +71,7 @@ class MoeFamily:
     ffn_key: str = "moe_intermediate_size"
     score: Score = "softmax"
     renormalize: bool | None = None
+    margin_key: str | None = None
     choice_bias: bool = False
     score_key: str | None = None
     choice_bias_key: str | None = None
@@ -184,11 +187,15 @@ class Family:
       norm_bias: norms add a bias.
       parallel: see `ModelArch`.
       parallel_key: the key that says whether `parallel` holds; None: it does.
+      grouped_key: the key that says whether there are several kv heads; else there is one. None: there may be.
+      parallel_norms_key: the key of the number of norms of a layer whose MLP is next to its mixer, without which models
+        with several kv heads have two, and others one; None: as told by `parallel`.
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm).
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
       unit_heads_key: the key that says whether `LayerSpec.unit_heads` holds in layers with a rope; None: in none.
       rotates_first: norms of heads come after the rope; else before it.
+      limits_qkv: `clip_qkv` holds.
       qkv_bias: whether q, k and v have biases; None: as config.json says.
       qkv_bias_key: the key that says it.
       attention_out_bias: whether the output projection has one; None: as config.json says.
@@ -202,7 +209,9 @@ class Family:
         hold. "by size": embeddings are multiplied by `scale_emb`, what blocks add by `scale_depth` over the root of the
         number of layers, and logits divided by hidden sizes for each `dim_model_base`. None: there are none.
       scales_logits: logits are multiplied by `logit_scale`.
+      normalizes_embedding: see `ModelArch`.
       head_bias: the output head has a bias.
+      head_bias_key: the key that says whether it has; None: it has.
       rows_before_positions: learned positions are added to embeddings, by a table with so many rows before that of the
         first position; None: there is none.
       context_key: the key of the longest sequence where it is there; else `max_position_embeddings` says it.
@@ -221,6 +230,7 @@ class Family:
       full_first: that is the first of so many; else the last one.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
+      turns_backwards: a checkpoint turns heads the other way round.
       sliding_theta: layers with windows have a rope of their own, and this is its theta, or the theta's key, without
         `rope_parameters` by kind of layer; None: one rope for all.
       layer_thetas: where `layer_rope_theta` is set, it is the theta of each layer's rope, or 0 where a layer has none.
@@ -272,11 +282,14 @@ class Family:
     norm_bias: bool = False
     parallel: Parallel | None = None
     parallel_key: str | None = None
+    grouped_key: str | None = None
+    parallel_norms_key: str | None = None
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
     qk_norm_key: str | None = None
     unit_heads_key: str | None = None
     rotates_first: bool = False
+    limits_qkv: bool = False
     qkv_bias: bool | None = None
     qkv_bias_key: str = "attention_bias"
     attention_out_bias: bool | None = None
@@ -288,7 +301,9 @@ class Family:
     rounds_embedding_scale: bool = False
     multipliers: Literal["each", "by size"] | None = None
     scales_logits: bool = False
+    normalizes_embedding: bool = False
     head_bias: bool = False
+    head_bias_key: str | None = None
     rows_before_positions: int | None = None
     context_key: str | None = None
     activation_key: str = "hidden_act"
@@ -301,6 +316,7 @@ class Family:
     full_first: bool = False
     partial_rope: bool = False
     interleaved_rope: bool = False
+    turns_backwards: bool = False
     sliding_theta: str | float | None = None
     layer_thetas: bool = False
     alpha_stretches: bool = False

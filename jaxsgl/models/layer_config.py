@@ -270,8 +270,8 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
             )
         sections = _read_sections(section, family.vision, rotary_dim or head_dim)
         plain = RopeParams(
-            theta, rotary_dim=rotary_dim, interleaved=is_interleaved, sections=sections,
-            takes_turns=family.vision is None or family.vision.takes_turns,
+            theta, rotary_dim=rotary_dim, interleaved=is_interleaved, backwards=family.turns_backwards,
+            sections=sections, takes_turns=family.vision is None or family.vision.takes_turns,
         )  # fmt: skip
         if family.grows_queries:
             section.skip("max_position_embeddings")  # the same as outside of it
@@ -403,6 +403,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
     router = Router(
         top_k=config.count(family.top_k_key),
         score=_read_score(config, family),
+        margin=config.number(family.margin_key) if family.margin_key is not None else 0.0,
         renormalize=bool(config.get("norm_topk_prob", False)) if family.renormalize is None else family.renormalize,
         scale=(config.number(family.scale_key, 1.0) if family.grouped else 1.0) * half,
         num_groups=config.count("n_group", 1) if by_groups else 1,

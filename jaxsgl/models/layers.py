@@ -171,7 +171,7 @@ class LayerVectors(nnx.Module):
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
         self.norm_dtype = norm_dtype(arch, dtype)
-        before = arch.norms in ("pre", "sandwich")
+        before = arch.norms != "post"
         after = arch.norms in ("post", "sandwich")
         self.attention_norm = self._norms(arch, before)
         self.attention_out_norm = self._norms(arch, after)
@@ -182,7 +182,8 @@ class LayerVectors(nnx.Module):
             None if norm is None or not arch.norm_bias else self._norms(arch, True, mean=0.0)
             for norm in (self.attention_norm, self.mlp_norm)
         )
-        self.mlp_out_norm = self._norms(arch, after)
+        normed = len(arch.normed_mlps), arch.hidden_size
+        self.mlp_out_norm = vector(normed, (None, None), self.norm_dtype, mean=1.0) if arch.normed_mlps else None
         attending = len(arch.attention_layers) + len(arch.reading_layers)
         self.q_norm = self._head_norms(arch, attending, arch.num_heads // arch.num_kv_heads)
         self.k_norm = self._head_norms(arch, len(arch.attention_layers), 1)
@@ -274,6 +275,7 @@ class Attention(Matrices):
         self.eps, self.rotates_first, self.normalizes_values, self.qk_norm = (
             arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values, arch.qk_norm,
         )  # fmt: skip
+        self.qkv_limit = arch.qkv_limit
         # Kernels read a layer's row of scales. All layers have as many, so that their kernels are one.
         self.num_ones = len(arch.attention_layers) if spec.unit_heads else 0
         axes = ("kv_heads", None, None, None)
@@ -331,6 +333,9 @@ class Attention(Matrices):
             qkv = qkv if bias is None else replace(qkv.with_heads(_with_bias(qkv)), bias=None)
             factors = _of_queries(growth, qkv.product.shape[-2])
             qkv = replace(qkv, product=qkv.product * factors.astype(qkv.product.dtype))
+        if self.qkv_limit is not None:
+            assert q_norm is None and not self.num_gates, "the product alone is limited"
+            qkv = replace(qkv.with_heads(jnp.clip(_with_bias(qkv), -self.qkv_limit, self.qkv_limit)), bias=None)
         if q_norm is not None and q_norm.ndim > 2:
             qkv = _normalized_in_stacks(qkv, _of_each_head if self.qk_norm == "centred head" else _over_all_heads)
         out_TNH = attend(place, qkv, None if self.sinks is None else self.sinks[...])

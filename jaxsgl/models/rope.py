@@ -43,6 +43,7 @@ class RopeParams:
       rotary_dim: R, how many dimensions of a head turn; None: all.
       share: proportional: the share of the pairs that turn, at frequencies spread over the whole head.
       interleaved: in a checkpoint, dimensions 2 i and 2 i + 1 turn together; else i and i + R / 2.
+      backwards: a checkpoint turns these the other way round, from the second one to the first.
       amplitude: factor on cosines and sines.
       beta_fast, beta_slow, truncates: yarn: pairs that turn more than `beta_fast` times within the original context
         aren't stretched, those that turn less than `beta_slow` times fully; whether these limits are whole pairs.
@@ -65,6 +66,7 @@ class RopeParams:
     rotary_dim: int | None = None
     share: float = 1.0
     interleaved: bool = False
+    backwards: bool = False
     amplitude: float = 1.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -129,12 +131,14 @@ def _yarn_share(rope: RopeParams, turned: int) -> npt.NDArray[np.float64]:
 
 def split_half_order(rope: RopeParams, head_dim: int) -> list[int] | None:
     """Which of a checkpoint's dimensions of a head each of ours is, `[H]`; None: it has our order already."""
-    if rope.rotary_dim in (None, head_dim) and not rope.interleaved:
+    if rope.rotary_dim in (None, head_dim) and not rope.interleaved and not rope.backwards:
         return None
     turned = rope.rotary_dim or head_dim
     pairs = turned // 2
     firsts = [2 * i if rope.interleaved else i for i in range(pairs)]
     seconds = [first + (1 if rope.interleaved else pairs) for first in firsts]
+    if rope.backwards:
+        firsts, seconds = seconds, firsts
     still = list(range(turned, head_dim))
     half = len(still) // 2
     return [*firsts, *still[:half], *seconds, *still[half:]]
@@ -327,10 +331,19 @@ def _yarn(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 
 def _longrope(told: _Stretch, plain: RopeParams) -> RopeParams:
-    """The amplitude is sqrt(1 + ln(factor) / ln(original context)), unless it is given."""
+    """The amplitude is sqrt(1 + ln(factor) / ln(original context)), unless it is given.
+
+    Phi 3.5 MoE gives one for each list of factors; published folders have it twice.
+    """
     factor = told.optional("factor") or told.max_context / told.original
     own = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(told.original))
-    given = told.optional("attention_factor")
+    given, short, long = map(told.optional, ("attention_factor", "short_mscale", "long_mscale"))
+    if short != long:
+        raise CheckpointError(
+            f"{told.section.path}: short_mscale is {short} and long_mscale {long}, but only models are served where "
+            "these are the same"
+        )
+    given = short if given is None else given
     pairs = None if plain.rotary_dim is None else plain.rotary_dim // 2
     return replace(
         plain,

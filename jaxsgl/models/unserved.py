@@ -68,7 +68,6 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
     ),
     ("several residual streams", (_has("altup_num_inputs", "hc_mult", "hc_count"),)),
     ("experts that compute nothing", (_has("zero_expert_num"),)),
-    ("routers that mask scores (SparseMixer)", (_has("input_jitter_noise"),)),
     (
         "positions by ALiBi",
         (
@@ -102,7 +101,6 @@ SERVED_BY_OTHERS = frozenset(
 # The family that comes nearest where the names don't show it, by what a name begins with.
 UNLIKE_IN_NAME: Mapping[str, str] = {
     "kimi": "DeepseekV3ForCausalLM",
-    "phimoe": "Phi3ForCausalLM",
 }
 # What is served in transformers' form alone: architectures whose code is their folders' own, and where theirs is.
 IN_ANOTHER_FORM: Mapping[str, str] = {

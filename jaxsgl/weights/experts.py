@@ -34,6 +34,7 @@ class ExpertNames:
       block: how all names begin; `{}` stands for the layer.
       router: the router's weights, which may have a `.bias` beside them.
       choice_bias: the bias that counts for the choice alone, and its axes.
+      may_lack_bias: without that tensor the bias is 0.
       gate, up, down: of one expert, for which `{}` stands.
       stacked_gate_up, stacked_down: of all experts. Biases are called so with `_bias`.
       stacked_up: of all experts, where they have no gates.
@@ -50,6 +51,7 @@ class ExpertNames:
     block: str = "model.layers.{}.mlp."
     router: str = "gate.weight"
     choice_bias: tuple[str, tuple[str, ...]] = ("gate.e_score_correction_bias", ("E",))
+    may_lack_bias: bool = False
     gate: str = "experts.{}.gate_proj.weight"
     up: str = "experts.{}.up_proj.weight"
     down: str = "experts.{}.down_proj.weight"
@@ -99,6 +101,7 @@ STACKED_NUMBERS = ("", "_weight_packed", "_packed", "_qweight")
 
 NAMES: dict[str, ExpertNames] = {
     "MixtralForCausalLM": _MIXTRAL,
+    "PhimoeForCausalLM": replace(_MIXTRAL, in_memory=ExpertNames(router="router.weight")),
     "MiniMaxM2ForCausalLM": replace(
         _MIXTRAL, choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames(choice_bias=_MINIMAX_BIAS)
     ),
@@ -137,6 +140,7 @@ NAMES: dict[str, ExpertNames] = {
             block="model.layers.{}.feed_forward.", router="router.weight", shared="shared_expert.", transposed=True
         ),
     ),
+    "AXK1ForCausalLM": ExpertNames(may_lack_bias=True),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
     "Kolibri1ForCausalLM": ExpertNames(
@@ -257,6 +261,8 @@ class _OfLayer:
             "latent_in": (names.latent_in, ("EL", "D")),
             "latent_out": (names.latent_out, ("D", "EL")),
         }
+        if name == "choice_bias" and names.may_lack_bias and self.shape_of(block + names.choice_bias[0]) is None:
+            return Recipe((), partial(_zeros, self.mlp.num_experts))
         if name in small:
             tensor, axes = small[name]
             return Recipe((Source(block + tensor, axes),), _flat if name == "choice_bias" else _whole)
@@ -380,6 +386,10 @@ class _OfLayer:
 
 def _whole(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), tensors[0])
+
+
+def _zeros(count: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    yield Piece((), np.zeros(count, np.float32))
 
 
 def _flat(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

@@ -93,6 +93,10 @@ def _layer_norms(**names: str) -> dict[Path, Recipe]:
     }
 
 
+# Norms without scales.
+_BARE_NORMS: dict[Path, Recipe] = {
+    path: Recipe((), pieces.ones) for path in (("vectors", "attention_norm"), ("vectors", "mlp_norm"), ("final_norm",))
+}
 _FUSED_GATE_UP: dict[Path, Recipe] = {
     ("mlp", "gate_up"): Recipe((Source(_MLP + "gate_up_proj.weight", ("2F", "D")),), pieces.split_gate_up)
 }
@@ -375,8 +379,13 @@ _PHI: dict[Path, Recipe] = {
     ("final_norm_bias",): Recipe((Source("model.final_layernorm.bias", ("D",)),), pieces.as_is),
 }
 _GPT_NEOX: dict[Path, Recipe] = {
-    **_with_bias(("attention", "qkv"), "attention.query_key_value", ("QKV", "D"), pieces.heads_by_head),
+    **_with_bias(("attention", "qkv"), "attention.query_key_value", ("QKV", "D"), pieces.heads_by_group),
     **_with_bias(("attention", "o"), "attention.dense", ("D", "NH"), pieces.as_is),
+    **_without_gates("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+}
+_FALCON: dict[Path, Recipe] = {
+    **_with_bias(("attention", "qkv"), "self_attention.query_key_value", ("QKV", "D"), pieces.heads_by_group),
+    **_with_bias(("attention", "o"), "self_attention.dense", ("D", "NH"), pieces.as_is),
     **_without_gates("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 }
 _GPT2: dict[Path, Recipe] = {
@@ -458,6 +467,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "DeepseekV32ForCausalLM": _INDEXED,
     "GlmMoeDsaForCausalLM": _INDEXED,
     "Kimi_K25ForConditionalGeneration": _LATENT,
+    "AXK1ForCausalLM": {**_LATENT, **_layer_norms(mlp_out_norm="post_mlp_layernorm")},
     "YoutuForCausalLM": _LATENT,
     "MiniCPM3ForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
@@ -467,7 +477,10 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "CohereForCausalLM": _COHERE,
     "Starcoder2ForCausalLM": _without_gates("mlp.c_fc", "mlp.c_proj"),
     "StableLmForCausalLM": _STABLE_LM,
+    "OlmoForCausalLM": _BARE_NORMS,
+    "NanoChatForCausalLM": {**_BARE_NORMS, **_without_gates("mlp.fc1", "mlp.fc2")},
     "PhiForCausalLM": _PHI,
+    "FalconForCausalLM": _FALCON,
     "GPTNeoXForCausalLM": _GPT_NEOX,
     "GPT2LMHeadModel": _GPT2,
     "GPTBigCodeForCausalLM": _GPT_BIGCODE,
@@ -552,4 +565,6 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
         return arch.attention_layers + arch.reading_layers
     if vectors in ("k_norm", "qkv_bias", "gate_bias"):
         return arch.attention_layers
+    if vectors == "mlp_out_norm":
+        return arch.normed_mlps
     return arch.recurrent_layers if vectors.startswith(("delta_", "mamba_", "conv_")) else range(arch.num_layers)

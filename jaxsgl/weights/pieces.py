@@ -39,6 +39,11 @@ def norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), _with_offset(arch, tensors[0]))
 
 
+def ones(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales of a norm that multiplies by none."""
+    yield Piece((), np.ones(arch.hidden_size, np.float32))
+
+
 def head_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The scales `[H]` of a norm of queries or keys, in the order of their dimensions."""
     yield from _turned(arch, (), _with_offset(arch, tensors[0]), axis=0)
@@ -66,12 +71,19 @@ def of_transposed(of_rows: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...])
     yield from of_rows(arch, tuple(each.swapaxes(-1, -2) for each in tensors))
 
 
-def heads_by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """`fuse_heads` of one tensor `[N * 3 * H]`: query, key and value of each head, to `[N, 3, H]`; D stays."""
+def heads_by_group(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`fuse_heads` of one tensor `[(N + 2 K) * H]` with queries, key and value of each kv head one after the other."""
     (fused,) = tensors
-    heads = fused.reshape(arch.num_heads, 3, arch.head_dim, *fused.shape[1:])
-    yield from _turned(arch, (slice(None), slice(0, 2)), heads[:, :2], axis=2)
-    yield Piece((slice(None), slice(2, 3)), heads[:, 2:])
+    stored = fused.reshape(arch.stored_kv_heads, -1, arch.head_dim, *fused.shape[1:])
+    group = arch.num_heads // arch.num_kv_heads
+    # A view of the queries of several kv heads has no axis for copies of these.
+    parts = [slice(head, head + 1) for head in range(len(stored))] if arch.kv_copies > 1 else [slice(0, len(stored))]
+    for part in parts:
+        ours = slice(part.start * arch.kv_copies, part.stop * arch.kv_copies)
+        queries = stored[part, :-2].reshape(-1, group, *stored.shape[2:])
+        yield from _turned(arch, (ours, slice(0, group)), queries, axis=2)
+    yield from _copied(arch, _turned(arch, (slice(None), slice(group, group + 1)), stored[:, -2:-1], axis=2))
+    yield from _copied(arch, iter([Piece((slice(None), slice(group + 1, group + 2)), stored[:, -1:])]))
 
 
 def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:

@@ -79,6 +79,11 @@ _OTHER_WORDS = (
         },
     ),
     (
+        ("transformer.", ""),
+        "word_embeddings.weight",
+        {"word_embeddings.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.norm."},
+    ),
+    (
         ("model.decoder.", "decoder."),
         "embed_positions.weight",
         {"embed_": "model.embed_", "layers.": "model.layers.", "final_layer_norm.": "model.norm."},
@@ -90,24 +95,31 @@ _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
 _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
-# A part of a vision tower that is a model of its own in older folders.
-_MODEL_IN_TOWER, _IN_TOWER = "vision_tower.vision_model.", "vision_tower."
-_GATES_IN_MEMORY, _GATES = ".self_attn.g_proj.", ".self_attn.gate_proj."
+# Parts of names, and how recipes have them.
+_OTHER_SPELLINGS = {
+    "vision_tower.vision_model.": "vision_tower.",  # which is a model of its own in older folders
+    ".self_attn.g_proj.": ".self_attn.gate_proj.",  # of LFM3 in transformers' memory
+    ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1 there
+    ".ln_attn.": ".input_layernorm.",  # where Falcon has a second norm
+    ".ln_mlp.": ".post_attention_layernorm.",
+}
 
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
     """The files' names by those that recipes have: decoders saved without a head lack the first part, for which
     Nemotron-H has another word, GPT-2, GPT-NeoX and OPT have words of their own, older folders of decoders with a tower
     have the parts in another order, ModelOpt lists Qwen3-VL's experts by what they are, a stack of experts may be
-    called as a module is, and transformers has another word for LFM3's gates in memory.
+    called as a module is, and parts of layers have `_OTHER_SPELLINGS`.
     """
-    by_names = {
-        _STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name))
-        .replace(_GATES_IN_MEMORY, _GATES)
-        .replace(_MODEL_IN_TOWER, _IN_TOWER): name
-        for name in names
-    }
+    by_names = {_in_one_spelling(name): name for name in names}
     return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
+
+
+def _in_one_spelling(name: str) -> str:
+    name = _STACKED.sub(_of_stack, _LISTED.sub(r"\1.\3.\2.", name))
+    for theirs, recipes in _OTHER_SPELLINGS.items():
+        name = name.replace(theirs, recipes)
+    return name
 
 
 def _of_stack(name: re.Match[str]) -> str:

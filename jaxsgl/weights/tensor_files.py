@@ -320,6 +320,7 @@ _OF_ATTENTION = re.compile(
     r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.(?:self_attn|mixer)\.(.+)"
 )
 _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
+_OF_MLPS = re.compile(r"model\.layers\.(\d+)\.post_mlp_layernorm\.weight")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
 _PREDICT_MORE = (
@@ -352,8 +353,8 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
     """Whether a tensor may be left unread: constants, a head that nothing reads, what predicts further tokens,
-    scales, what would make keys that another layer makes, the parts beside the decoder, and those of other pipeline
-    stages.
+    scales, what would make keys that another layer makes, norms of MLPs that have none, the parts beside the decoder,
+    and those of other pipeline stages.
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
@@ -366,6 +367,9 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
         return True
     of_keys = _OF_KEYS.match(name)
     if of_keys is not None and int(of_keys[1]) - arch.stage.layers_before in arch.reading_layers:
+        return True
+    of_mlp = _OF_MLPS.fullmatch(name)
+    if of_mlp is not None and int(of_mlp[1]) - arch.stage.layers_before not in arch.normed_mlps:
         return True
     if name.startswith(DRAFT_HEADS.get(arch.name, DRAFT_HEAD)) or name.endswith(_CONSTANTS):
         return True

@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi": {"vocab_size": 201},
     "opt": {},
     "deepseek_v32": {},
+    "falcon_40b": {},
     **EXPERTS,
 }
 # Further kinds in ranks: with groups of experts, and with sinks, windows and biases.
@@ -79,7 +80,7 @@ class Case:
         XLA adds up both embeddings of a token at once, and an MLP's results with those of experts or attention next to
         it.
         """
-        in_layer = 3 if self.kind in ("olmo2", "olmoe") else 1 if self.kind in ("cohere2", "phi") else 2
+        in_layer = 3 if self.kind in ("olmo2", "olmoe") else 1 if self.kind in ("cohere2", "phi", "falcon_40b") else 2
         return 1 + in_layer * self.num_layers
 
     @property

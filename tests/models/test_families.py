@@ -111,7 +111,7 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
     }[scaling]
     for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
-        if kind in ("phi3", "lfm3", "mellum", "cwm", "apertus", "ministral3", "mistral4") or kind.startswith(
+        if kind in ("phi3", "lfm3", "mellum", "cwm", "apertus", "ministral3", "mistral4", "phimoe") or kind.startswith(
             "gemma4"
         ):  # which have ropes of other kinds alone
             continue

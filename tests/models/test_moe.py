@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
@@ -54,6 +56,17 @@ def chosen(router: Router, bias: list[float] | None = None) -> tuple[list[int], 
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x.astype(np.float64))
     return e / e.sum()
+
+
+def test_sparse_mixer_chooses_as_in_transformers() -> None:
+    """Shares count those that are left and near the best one, which depends on the signs of logits."""
+    logits = np.random.default_rng(3).normal(size=(300, 6)).astype(np.float32) - np.float32(1.0)
+    for margin in (0.01, 0.2):
+        shares, experts = sparsemixer(torch.from_numpy(logits), margin, training=False)
+        found = choose_experts(Router(2, "sparse_mixer", margin=margin), jnp.asarray(logits))
+        np.testing.assert_array_equal(found[0], experts.numpy())
+        np.testing.assert_allclose(found[1], shares.numpy(), rtol=1e-6)
+        assert 0.02 < np.mean(shares.numpy() < 0.99) < 0.9
 
 
 def test_a_softmax_before_the_choice_is_over_all_experts_and_after_it_over_the_chosen_ones() -> None:

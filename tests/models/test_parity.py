@@ -185,6 +185,18 @@ def test_gates_of_lfm3_go_by_their_name_in_memory_too(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint_logits(folder, PROMPT[:5]), expected)
 
 
+def test_ax_k1_is_published_without_biases_of_routers_and_with_norms_that_nothing_reads(tmp_path: Path) -> None:
+    folder = make_checkpoint("axk1", tmp_path)
+    path, bias, norm = folder / "model.safetensors", "gate.e_score_correction_bias", "post_mlp_layernorm.weight"
+    stored = load_file(path)
+    save_file({key: each * ("bias" not in key) for key, each in stored.items()}, path)
+    expected = checkpoint_logits(folder, PROMPT[:5])
+    published = {key: each for key, each in stored.items() if not key.endswith(bias)}
+    assert f"model.layers.1.{norm}" not in published and f"model.layers.2.{norm}" in published
+    save_file({**published, f"model.layers.1.{norm}": torch.ones(OF_FAMILIES["hidden_size"])}, path)
+    np.testing.assert_array_equal(checkpoint_logits(folder, PROMPT[:5]), expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "start", "mask"),
     [

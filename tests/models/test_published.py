@@ -24,6 +24,28 @@ HY3: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}, "rms_norm_eps": 1e-05,
     "tie_word_embeddings": False,
 }  # fmt: skip
+FALCON: dict[str, Any] = {
+    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544,
+    "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "multi_query": True, "new_decoder_architecture": False,
+    "num_attention_heads": 71, "num_hidden_layers": 3, "parallel_attn": True, "vocab_size": 65024, "bos_token_id": 11,
+    "eos_token_id": 11, "torch_dtype": "bfloat16", "use_cache": True,
+}  # fmt: skip
+# What it changes there, but for sizes.
+FALCON_40B: dict[str, Any] = {"new_decoder_architecture": True, "num_attention_heads": 64, "num_kv_heads": 8}
+PHI_MOE: dict[str, Any] = {
+    "architectures": ["PhimoeForCausalLM"], "model_type": "phimoe", "attention_bias": True, "attention_dropout": 0.0,
+    "hidden_act": "silu", "hidden_dropout": 0.0, "hidden_size": 4096, "input_jitter_noise": 0.01,
+    "intermediate_size": 6400, "lm_head_bias": True, "max_position_embeddings": 131072, "num_attention_heads": 32,
+    "num_experts_per_tok": 2, "num_hidden_layers": 3, "num_key_value_heads": 8, "num_local_experts": 16,
+    "original_max_position_embeddings": 4096, "output_router_logits": False, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [2.0] * 64, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64, "short_mscale": 1.243163121016122, "type": "longrope",
+    },
+    "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072,
+    "tie_word_embeddings": False, "vocab_size": 32064,
+}  # fmt: skip
 _INT4: dict[str, Any] = {
     "config_groups": {
         "group_0": {
@@ -220,6 +242,34 @@ def test_starcoder_and_gpt_j_are_understood(tmp_path: Path) -> None:
     assert (gpt_j.num_kv_heads, gpt_j.head_dim, gpt_j.ffn_size, gpt_j.num_positions) == (16, 256, 4 * 4096, 0)
     (rope,) = gpt_j.ropes
     assert (rope.rotary_dim, rope.interleaved) == (64, True) and gpt_j.head_bias and not gpt_j.attention_bias
+
+
+def test_falcons_differ_by_their_kv_heads_and_norms(tmp_path: Path) -> None:
+    for changes, expected in (
+        ({}, (1, "shared norm")),
+        (FALCON_40B, (8, "own norm")),
+        ({**FALCON_40B, "num_ln_in_parallel_attn": 1}, (8, "shared norm")),
+    ):
+        arch = read(tmp_path, {**FALCON, **changes})
+        assert (arch.num_kv_heads, arch.parallel) == expected
+        assert (arch.ffn_size, arch.activation, arch.max_context, arch.tie_embeddings) == (4 * 4544, "gelu", 2048, True)
+    for key, value in (("alibi", True), ("parallel_attn", False)):
+        with pytest.raises(CheckpointError, match=f"{key} is .* but of this family only models are served where"):
+            read(tmp_path, {**FALCON, key: value})
+
+
+def test_phi_with_experts_has_an_amplitude_of_its_own(tmp_path: Path) -> None:
+    arch = read(tmp_path, PHI_MOE)
+    (rope,) = arch.ropes
+    assert (rope.kind, rope.amplitude, rope.is_long) == ("longrope", 1.243163121016122, True)
+    mlp = arch.layers[0].mlp
+    assert isinstance(mlp, MoeMlp) and (mlp.router.score, mlp.router.margin) == ("sparse_mixer", 0.01)
+    assert arch.head_bias and arch.norm_bias and arch.attention_out_bias and arch.layers[0].window is None
+    other = {**PHI_MOE, "rope_scaling": {**PHI_MOE["rope_scaling"], "short_mscale": 1.0}}
+    with pytest.raises(CheckpointError, match=r"short_mscale is 1.0 and long_mscale 1.24"):
+        read(tmp_path, other)
+    with pytest.raises(CheckpointError, match="num_experts_per_tok is 3"):
+        read(tmp_path, {**PHI_MOE, "num_experts_per_tok": 3})
 
 
 def test_minicpm_is_granite_with_factors_told_otherwise(tmp_path: Path) -> None:

@@ -421,6 +421,23 @@ DENSE: dict[str, Family] = {
         sliding_theta=500_000.0,  # whatever `rope_theta` says, as transformers has it
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0, "eos_token_id": 50279},
     ),
+    # Its norms have no scales.
+    "NanoChatForCausalLM": Family(
+        normalizes_embedding=True,
+        unit_heads_key="use_qk_norm",
+        rotates_first=True,
+        turns_backwards=True,
+        gated=False,
+        caps_logits=True,
+        required={"use_qk_norm": True},
+        defaults={
+            "use_qk_norm": True,
+            "hidden_act": "relu2",
+            "final_logit_softcapping": 15.0,
+            "max_position_embeddings": 2048,
+            "eos_token_id": 1,
+        },
+    ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms="sandwich"),
     "HeliumForCausalLM": Family(

@@ -178,6 +178,20 @@ LATENTS: dict[str, Family] = {
             "vision_start_token_id",
         },
     ),
+    "AXK1ForCausalLM": replace(
+        _DEEPSEEK,
+        norms="pre and mixtures",
+        next_layers_key=None,
+        defaults={
+            **_DEEPSEEK.defaults,
+            "n_routed_experts": 192,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 2048,
+            "max_position_embeddings": 32_768,
+            "eos_token_id": 163_691,
+        },
+        ignored=_DEEPSEEK.ignored | {"num_nextn_predict_layers", "topk_method"},
+    ),
     "DeepseekV2ForCausalLM": replace(
         _DEEPSEEK,
         moe=replace(DEEPSEEK_MOE, score="softmax", choice_bias=False, renormalize=False),

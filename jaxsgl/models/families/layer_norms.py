@@ -94,6 +94,13 @@ LAYER_NORMS: dict[str, Family] = {
         defaults={**_COHERE.defaults, "rope_theta": 500_000.0},
     ),
     "Cohere2ForCausalLM": COHERE2,
+    # Its norms have no scales.
+    "OlmoForCausalLM": Family(
+        centred=True,
+        limits_qkv=True,
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50_279},
+        required={"rms_norm_eps": 1e-5},
+    ),
     "Starcoder2ForCausalLM": replace(
         _WITH_BIAS,
         norm_eps_key="norm_epsilon",
@@ -202,6 +209,31 @@ LAYER_NORMS: dict[str, Family] = {
             "rotary_pct": 0.25,
             "eos_token_id": 2,
         },
+    ),
+    # With a rope.
+    "FalconForCausalLM": replace(
+        _WITH_BIAS,
+        norm_eps_key="layer_norm_epsilon",
+        parallel="own norm",
+        grouped_key="new_decoder_architecture",
+        parallel_norms_key="num_ln_in_parallel_attn",
+        gated=False,
+        activation_key="activation",
+        ffn_factor=4,
+        qkv_bias_key="bias",
+        attention_out_bias_key="bias",
+        mlp_bias=None,
+        mlp_bias_key="bias",
+        keys={"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads"},
+        required={"alibi": False, "multi_query": True, "parallel_attn": True},
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "eos_token_id": 11,
+        },
+        ignored=frozenset({"apply_residual_connection_post_layernorm", "ff_factor", "rotary"}),
     ),
     "GPT2LMHeadModel": _GPT2,
     "GPTBigCodeForCausalLM": replace(
