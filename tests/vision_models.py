@@ -90,6 +90,7 @@ GLM_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 4, "topk_group": 2,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True,
 }  # fmt: skip
+GLM46V: dict[str, Any] = {"model_type": "glm4v_moe_text", **GLM_EXPERTS}
 # Of decoders whose images are told by lines.
 IN_LINES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": None}
 GROWING: dict[str, Any] = {
@@ -132,6 +133,13 @@ OF_TILES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
 }  # fmt: skip
+OF_LLAVA: dict[str, dict[str, Any]] = {
+    "llava": {"model_type": "llama"},
+    "llava_qwen2": {"model_type": "qwen2"},
+    "llava_mistral": {"model_type": "mistral", "sliding_window": None},
+    "pixtral": {"model_type": "mistral", "sliding_window": None},
+    "pixtral_llama": {"model_type": "llama"},
+}
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
@@ -149,6 +157,12 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         kind: (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration, IN_TILES | of_kind)
         for kind, of_kind in OF_TILES.items()
     },
+    "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration, IN_PART | GLM46V),
+    "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
+    **{
+        kind: (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration, IN_TILES | of_kind)
+        for kind, of_kind in OF_LLAVA.items()
+    },
     "glm_ocr": (transformers.GlmOcrConfig, transformers.GlmOcrForConditionalGeneration, OF_ALL),
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
@@ -162,9 +176,12 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 WITH_STATES = ("qwen3_5", "qwen3_5_moe")
-WITH_LINES = ("mistral", "ministral3")
+OF_PIXTRAL = ("pixtral", "pixtral_llama")  # whose patches are not merged
+WITH_LINES = ("mistral", "ministral3", *OF_PIXTRAL)
 OF_GEMMA4 = ("gemma4", "gemma4_small")
-OF_GLM = ("glm4v", "glm4v_moe", "glm_ocr")
+OF_GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
+WITH_PICTURES = ("mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava")  # transformers' types
+OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
@@ -180,7 +197,14 @@ TOWERS: dict[str, dict[str, Any]] = {
             "model_type": "pixtral", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
             "num_attention_heads": 2, "patch_size": 4, "image_size": 64, "hidden_act": "silu",
         }
-        for kind in WITH_LINES
+        for kind in (*WITH_LINES, "lighton_ocr")
+    },
+    **{
+        kind: {
+            "model_type": "clip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
+            "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
+        }
+        for kind in OF_CLIP
     },
     "gemma3": {
         "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
@@ -212,7 +236,8 @@ TOWERS: dict[str, dict[str, Any]] = {
     },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
-MERGES = dict.fromkeys(OF_GEMMA4, 3)  # patches along the sides of a token, unless two
+# Patches along the sides of a token, unless two.
+MERGES = dict.fromkeys(OF_GEMMA4, 3) | dict.fromkeys((*OF_PIXTRAL, *OF_CLIP), 1)
 SECONDS = 0.25  # between temporal patches of videos
 # Positions between them, of models whose videos are one run.
 APART = {"qwen2_vl": 1.0, "qwen2_5_vl": 3 * SECONDS}
@@ -233,7 +258,11 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     config_class, model_class, of_kind = KINDS[kind]
     text = {**TEXT, **of_kind, **text_changes}
     vision = TOWERS.get(kind, VISION)
-    ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in WITH_LINES else IDS
+    ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in (*WITH_LINES, *OF_CLIP) else IDS
+    if kind == "lighton_ocr":
+        ids = {"image_token_id": IMAGE, "tie_word_embeddings": False}
+    if kind in OF_PIXTRAL:
+        ids |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     if kind == "gemma3":
         ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
     if kind in OF_GEMMA4:
@@ -243,7 +272,7 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     if kind in OF_GLM:
         ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START}
         ids |= {"image_end_token_id": END, "video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END}
-    if kind in WITH_LINES:
+    if kind in ("mistral", "ministral3"):
         text["model_type"] = kind
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
@@ -266,20 +295,20 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
 
 def image(offset: int, grid: Grid, seed: int, in_lines: bool = False, frames: int = 2, merge: int = 2) -> MediaItem:
     """A random image that stands at `offset`; `in_lines`: of a model that tells its lines."""
-    patch_len, line_len = (PATCH_LEN // 2, grid[2] // 2 + 1) if in_lines else (PATCH_LEN * frames // 2, 0)
+    patch_len, line_len = (PATCH_LEN // 2, grid[2] // merge + 1) if in_lines else (PATCH_LEN * frames // 2, 0)
     pixels = np.random.default_rng(seed).integers(0, 256, (grid[1] * grid[2], patch_len), dtype=np.uint8).tobytes()
-    length = grid[1] // 2 * line_len if in_lines else grid[1] * grid[2] // merge**2
+    length = grid[1] // merge * line_len if in_lines else grid[1] * grid[2] // merge**2
     return MediaItem(digest_of(pixels, grid, "test"), offset, length, grid, pixels, line_len=line_len)
 
 
-def request_in_lines(request_id: str, grids: Sequence[Grid], seed: int, **params: Any) -> Request:
+def request_in_lines(request_id: str, grids: Sequence[Grid], seed: int, merge: int = 2, **params: Any) -> Request:
     """Text with images of `grids` between it, whose lines end."""
     rng = np.random.default_rng(seed)
     ids: list[int] = rng.integers(5, 240, 4).tolist()
     items = []
     for i, grid in enumerate(grids):
-        items.append(image(len(ids), grid, 100 * seed + i, in_lines=True))
-        lines = [*[IMAGE] * (grid[2] // 2), BREAK] * (grid[1] // 2)
+        items.append(image(len(ids), grid, 100 * seed + i, in_lines=True, merge=merge))
+        lines = [*[IMAGE] * (grid[2] // merge), BREAK] * (grid[1] // merge)
         ids += [*lines[:-1], LAST, *rng.integers(5, 240, rng.integers(1, 5)).tolist()]
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
     return Request(request_id, ids, sampling, media=tuple(items))
@@ -326,12 +355,14 @@ def request(
     apart: float | None = None,
     as_images: bool = False,
     text_seed: int | None = None,
+    frames: int = 2,
+    merge: int = 2,
     **params: Any,
 ) -> Request:
     """Text with images of `grids` between it. The same `seed` gives the same images, `text_seed` the same text.
 
     `apart`: they are one run of a video's frames, whose times are so many positions apart. `as_images`: they are frames
-    of a video whose placeholders are those of images.
+    of a video whose placeholders are those of images. `frames`, `merge`: of the model's patches and tokens.
     """
     rng = np.random.default_rng(seed if text_seed is None else text_seed)
     ids: list[int] = rng.integers(5, 240, 4).tolist()
@@ -346,7 +377,7 @@ def request(
         grids = ()
     ids += [VIDEO_START] * as_images
     for i, grid in enumerate(grids):
-        items.append(image(len(ids) + 1, grid, 100 * seed + i))
+        items.append(image(len(ids) + 1, grid, 100 * seed + i, frames=frames, merge=merge))
         ids += [START, *[VIDEO if is_video else IMAGE] * items[-1].length, END]
         ids += rng.integers(5, 240, rng.integers(1, 5)).tolist()
     ids += [VIDEO_END, 17] * as_images
@@ -357,7 +388,7 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm", "internvl"))
+    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm", "internvl", "light", "llava"))
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)
@@ -365,16 +396,18 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
 
 
 def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
-    """What transformers' Mistral 3, Gemma and InternVL take of images: padded pixels, and sizes, or patches' places."""
+    """What transformers' models of `WITH_PICTURES` take of images: padded pixels, and sizes, or patches' places."""
     if model.config.model_type == "gemma4":
         return places_of(media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
     sizes = [(4 * item.grid[1], 4 * item.grid[2]) for item in media]
     pixels = torch.zeros(len(media), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    merge = 1 if model.config.model_type == "llava" else 2
     for image, (h, w), of_image in zip(pixels, sizes, patches, strict=True):
-        squares = of_image.reshape(h // 8, w // 8, 2, 2, 3, 4, 4)  # lines, columns, 2 x 2 patches, channels, pixels
+        of_square = (merge, merge, 3, 4, 4)  # patches, channels, pixels
+        squares = of_image.reshape(h // 4 // merge, w // 4 // merge, *of_square)
         image[:, :h, :w] = squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h, w)
-    of_size = {"image_sizes": torch.tensor(sizes)} if model.config.model_type == "mistral3" else {}
+    of_size = {"image_sizes": torch.tensor(sizes)} if model.config.vision_config.model_type == "pixtral" else {}
     return {"pixel_values": pixels, **of_size}
 
 
@@ -402,7 +435,7 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
     ids = torch.tensor([[*request.prompt_ids, *answer]])
     types = types_of(ids)
     media: dict[str, Any] = {}
-    if model.config.model_type in ("mistral3", "gemma3", "gemma4", "internvl"):
+    if model.config.model_type in WITH_PICTURES:
         media = pictures(model, request.media) if request.media else {}
         if VIDEO in request.prompt_ids:
             media = {"pixel_values_videos": media["pixel_values"], "video_position_ids": media["image_position_ids"]}

@@ -23,7 +23,7 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
-from jaxsgl.models.families import BY_DECODER, FAMILIES, TOLD_NAMES
+from jaxsgl.models.families import BY_DECODER, BY_TOWER, FAMILIES, TOLD_NAMES
 from jaxsgl.models.family import Family, NormPlaces, OutputGate, Parallel, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
@@ -442,8 +442,9 @@ def _what_it_has(folder: Path) -> str:
 def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     told = _read_architecture(whole)
     name, head = _family_of(told)
-    if name in BY_DECODER:
-        name = _by_decoder(whole, name)
+    for section, families in (("vision_config", BY_TOWER), ("text_config", BY_DECODER)):
+        if name in families:
+            name = _by_part(whole, name, section, families[name])
     if name not in FAMILIES:
         raise CheckpointError(f"{whole.path}: {why_unserved(told, whole.values, TOLD_NAMES)}")
     family = FAMILIES[name]
@@ -555,19 +556,20 @@ def _refuse_unbuilt(config: ConfigFile, family: Family) -> None:
             )
 
 
-def _by_decoder(whole: ConfigFile, name: str) -> str:
-    """The name in `FAMILIES` of a larger model, by its decoder's `model_type`; `name` where config.json doesn't say it.
+def _by_part(whole: ConfigFile, name: str, section: str, families: Mapping[str, str]) -> str:
+    """The name in `FAMILIES` of a larger model, by the `model_type` of its tower or decoder, or the first of them.
 
     Raises `CheckpointError`.
     """
-    decoder, families = whole.get("text_config"), BY_DECODER[name]
-    found = decoder.get("model_type") if isinstance(decoder, dict) else None
-    if found is not None and found not in families:
+    part = whole.get(section)
+    found = (part.get("model_type") if isinstance(part, dict) else None) or next(iter(families))
+    if found not in families:
+        what = "towers" if section == "vision_config" else "decoders"
         raise CheckpointError(
-            f"{whole.path}: text_config.model_type is {found}, but decoders of {name} that are served are "
+            f"{whole.path}: {section}.model_type is {found}, but {what} of {name} that are served are "
             f"{', '.join(families)}"
         )
-    return name if found is None else families[found]
+    return families[found]
 
 
 def _holds(config: ConfigFile, key: str | None) -> bool:

@@ -34,7 +34,7 @@ HARMLESS = frozenset((
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "finetuned",
     "exponential_decay_length_penalty", "tf_legacy_loss", "use_bfloat16", "language", "loss_type",
     "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len", "name_or_path", "_commit_hash",
-    "keys_to_ignore_at_inference", "model_name", "internal_version",
+    "keys_to_ignore_at_inference", "model_name", "internal_version", "ignore_index", "is_composition",
 ))  # fmt: skip
 
 

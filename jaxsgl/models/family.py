@@ -25,7 +25,7 @@ Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; a matrix to the
 # decoder's size with a bias, another one with a norm behind it, and an MLP with gates; or a norm of the whole square
 # and an MLP of the decoder's size.
-Merging: TypeAlias = Literal["mlp", "projected", "pooled", "scaled", "gated", "square"]
+Merging: TypeAlias = Literal["mlp", "plain", "projected", "pooled", "scaled", "gated", "square"]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
 Positions: TypeAlias = Literal["none", "square", "cubic", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
@@ -107,14 +107,18 @@ class VisionFamily:
       gated, root_norms, patch_bias, layer_bias, first_norm, last_norm, norm_eps, rope_alternates: see `VisionArch`.
       sandwich, head_norms, value_norms, attention_scale, class_token, layer_scales: see `VisionArch`.
       norm_key: the key that says "rms_norm" if `root_norms` hold, or "layer_norm"; None: they hold as told here.
+      first_norm_last: see `VisionArch`.
       joint_norms_key: the key that says whether `joint_norms` of `VisionArch` hold; None: they don't.
       qkv_bias_key: the key that says whether q, k and v have biases; None: they do if `layer_bias` holds.
       positions: see `VisionArch`.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
-      merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object. Of "pooled" and
-        "square" all images have `image_size`.
+      merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object. Of "pooled", and with
+        class tokens, all images have `image_size`.
+      feature_layer: the layer whose output the model reads, where the key `vision_feature_layer` beside the tower's
+        object is missing: -1 for the last one, -2 for the one before it. None: there is no key, and it is the last.
       required, required_beside: what keys of the tower's object, and those beside it, must say, where they are there,
         since nothing else is built; a list of that one value will do, too.
+      defaults_beside: values of keys beside the tower's object that config.json may leave out.
       turns: see `VisionArch`.
       has_lines, ahead: see `VisionArch`.
       ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
@@ -139,6 +143,7 @@ class VisionFamily:
     patch_bias: bool = True
     layer_bias: bool = True
     first_norm: bool = False
+    first_norm_last: bool = False
     last_norm: bool = False
     norm_eps: float = 1e-6
     sandwich: bool = False
@@ -154,6 +159,7 @@ class VisionFamily:
     positions: Positions = "square"
     windows: bool = False
     merger: Merging = "mlp"
+    feature_layer: int | None = None
     turns: bool = True
     has_lines: bool = False
     ahead: Ahead = "nowhere"
@@ -164,6 +170,7 @@ class VisionFamily:
     own_pixels: bool = False
     required: Mapping[str, bool | float | str] = field(default_factory=dict)
     required_beside: Mapping[str, bool | float | str] = field(default_factory=dict)
+    defaults_beside: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     ffn_key: str | None = "intermediate_size"
     layer_bias_key: str | None = None
@@ -171,6 +178,11 @@ class VisionFamily:
     defaults: Mapping[str, Any] = field(
         default_factory=lambda: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
     )
+
+    @property
+    def has_one_size(self) -> bool:
+        """Whether all images have `image_size`."""
+        return self.class_token or self.merger == "pooled"
 
 
 @dataclass(frozen=True)

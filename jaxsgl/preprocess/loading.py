@@ -108,7 +108,7 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
     del picture
     with bounds.room.taken(num_bytes, name):
         views = _scaled(file.content, bounds, sizes_of, name, settings.resample)
-        tiles = [tile for view in views for tile in cut(view, settings.fixed_side)]
+        tiles = [tile for view in views for tile in cut(view, settings)]
         return tuple(_part([tile], settings, settings.image) for tile in tiles)
 
 

@@ -28,6 +28,8 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     limits = settings.image
     if settings.fixed_side is not None:
         _check_ratio(height, width)
+        if settings.crops:
+            return _around_square(height, width, settings.fixed_side)
         rows, columns = (1, 1)
         if settings.tiles is not None:
             most = max_pixels // settings.fixed_side**2 - 1  # and one that shows it whole
@@ -53,14 +55,18 @@ def view_sizes(height: int, width: int, settings: ProcessorSettings, max_pixels:
     """
     size = image_size(height, width, settings, max_pixels)
     side = settings.fixed_side
-    return [size] if side is None or size == (side, side) else [size, (side, side)]
+    return [size] if side is None or settings.crops or size == (side, side) else [size, (side, side)]
 
 
-def cut(pixels: Pixels, side: int | None) -> list[Pixels]:
-    """Returns the squares of a picture `[h, w, 3]`, line by line, or the picture if `side` is None."""
+def cut(pixels: Pixels, settings: ProcessorSettings) -> list[Pixels]:
+    """Returns the squares of a picture `[h, w, 3]`, line by line, or the one in its middle, or the picture itself."""
+    side = settings.fixed_side
     if side is None:
         return [pixels]
     height, width, _ = pixels.shape
+    if settings.crops:
+        top, left = (height - side) // 2, (width - side) // 2
+        return [pixels[top : top + side, left : left + side]]
     return [
         pixels[top : top + side, left : left + side] for top in range(0, height, side) for left in range(0, width, side)
     ]
@@ -102,6 +108,13 @@ def patches_of_frames(frames: Sequence[Pixels], patch_size: int, merge_size: int
     rows, columns = h // patch_size // merge_size, w // patch_size // merge_size
     x = x.reshape(t, rows, merge_size, patch_size, columns, merge_size, patch_size, channels)
     return x.transpose(1, 4, 2, 5, 7, 0, 3, 6).tobytes()
+
+
+def _around_square(height: int, width: int, side: int) -> tuple[int, int]:
+    """Height and width of which the shorter one is `side`; the other is rounded down."""
+    short, long = sorted((height, width))
+    longer = int(side * long / short)
+    return (longer, side) if width <= height else (side, longer)
 
 
 def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:

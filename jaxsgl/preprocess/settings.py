@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -62,6 +62,7 @@ class ProcessorSettings:
       counts_frames: limits of pixels of a picture are those of all frames of its temporal patch.
       fills: pictures and frames are scaled until they have as many pixels as they may, sides rounded down.
       fixed_side: pixels of both sides of a picture, whatever its own are; None: they follow from its own.
+      crops: a picture is scaled until its shorter side has so many, and of its longer one the middle is taken.
       tiles: the least and the most squares of `fixed_side` that a picture is cut into; one more shows it whole, if
         they are several. None: it isn't cut.
       resample: how pictures are scaled, by Pillow's number.
@@ -103,6 +104,7 @@ class ProcessorSettings:
     max_video_tokens: int = 128_000
     longest_side: int | None = None
     fixed_side: int | None = None
+    crops: bool = False
     tiles: tuple[int, int] | None = None
     resample: int = BICUBIC
     counts_frames: bool = False
@@ -151,7 +153,12 @@ _QWEN2_VL = _OfModel(14, (3136, 1003520), (100352, 602112), *_CLIP, by_frame=Tru
 _MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
-_GLM4V_TOKENS = {"glm4v": (151_343, 151_339), "glm4v_moe": (151_363, 151_339), "glm_ocr": (59_280, 59_256)}
+_GLM4V_TOKENS = {
+    "glm4v": (151_343, 151_339),
+    "glm4v_moe": (151_363, 151_339),
+    "glm46v": (151_343, 151_339),
+    "glm_ocr": (59_280, 59_256),
+}
 _GLM_CLASS = re.compile(r"(Glm4v|Glm46V)(?:Image|Video)?Processor(?:Fast|Pil)?")
 
 
@@ -170,6 +177,11 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     image = _read(folder / _IMAGE_FILE) or both.get("image_processor") or {}
     if config.get("model_type") == "mistral3":
         return _of_mistral3(folder, config, vision, image, both)
+    if config.get("model_type") == "lighton_ocr":
+        return _of_light_on_ocr(folder, config, vision, image, both)
+    if config.get("model_type") == "llava":
+        of_tower = _of_llava_pixtral if vision.get("model_type") == "pixtral" else _of_llava
+        return of_tower(folder, config, vision, image, both)
     if config.get("model_type") == "gemma3":
         return _of_gemma3(folder, config, vision, image)
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
@@ -214,33 +226,117 @@ def _of_mistral3(
     folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
 ) -> ProcessorSettings:
     """Pictures alone, whose lines are told by tokens."""
-    sizes = {"patch_size": vision.get("patch_size", 14), "spatial_merge_size": config.get("spatial_merge_size", 2)}
+    merge_size = config.get("spatial_merge_size", 2)
+    whole = _of_pixtral(folder, config, _Tower(vision, 14, merge_size, 10, vision.get("patch_size", 14)), image, both)
+    return _with_lines(folder, whole, both)
+
+
+def _of_llava_pixtral(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """The same, but patches are not merged."""
+    whole = _of_pixtral(folder, config, _Tower(vision, 16, 1, 32_000, vision.get("patch_size", 16)), image, both)
+    return _with_lines(folder, whole, both)
+
+
+def _of_light_on_ocr(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures without ends of lines. Where sides were no multiples of a token's, the model would drop the rest."""
+    merge_size = config.get("spatial_merge_size", 2)
+    unit = vision.get("patch_size", 14) * merge_size
+    return _of_pixtral(folder, config, _Tower(vision, 14, merge_size, 151_655, unit), image, both)
+
+
+class _Tower(NamedTuple):
+    """What differs in folders of Pixtral's tower: `vision_config`, what its patches have, if it doesn't say it, how
+    they are merged, the placeholder if config.json doesn't tell it, and the `patch_size` of the image processor.
+    """
+
+    config: dict[str, Any]
+    patch_size: int
+    merge_size: int
+    image_token_id: int
+    told_patch_size: int
+
+
+def _of_pixtral(
+    folder: Path, config: dict[str, Any], tower: _Tower, image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, scaled down by their longer side."""
+    sizes = {"patch_size": tower.config.get("patch_size", tower.patch_size), "spatial_merge_size": tower.merge_size}
     patch_size, size = image.get("patch_size"), image.get("size") or {}
     if isinstance(patch_size, dict):
         same = patch_size.get("height") == patch_size.get("width")
         image = {**image, "patch_size": patch_size["height"] if same else patch_size}
-    _check_processor(folder / _IMAGE_FILE, image, {"patch_size": sizes["patch_size"]})
+    _check_processor(folder / _IMAGE_FILE, image, {"patch_size": tower.told_patch_size})
     _check_processor(folder / _BOTH_FILE, both, sizes)
-    ids = _added_tokens(folder)
     try:
-        longest = int(size.get("longest_edge") or vision.get("image_size") or 1540)
+        longest = int(size.get("longest_edge") or tower.config.get("image_size") or 1540)
         pixels = PixelSettings(1, longest**2, *_mean_and_std(image))
-        line_end, last = (both.get(f"image_{of}_token", f"[IMG_{of.upper()}]") for of in ("break", "end"))
         return ProcessorSettings(
             patch_size=sizes["patch_size"],
             temporal_patch_size=1,
-            merge_size=sizes["spatial_merge_size"],
+            merge_size=tower.merge_size,
             image=pixels,
             video=pixels,
-            image_token_id=config.get("image_token_id") or config.get("image_token_index", 10),
+            image_token_id=config.get("image_token_id") or config.get("image_token_index", tower.image_token_id),
             video_token_id=-1,
             vision_start_token_id=-1,
             vision_end_token_id=-1,
             longest_side=longest,
-            line_ends=(ids[line_end], ids[last]),
             takes_pixels=False,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _with_lines(folder: Path, settings: ProcessorSettings, both: dict[str, Any]) -> ProcessorSettings:
+    """The settings with the tokens that end lines."""
+    ids = _added_tokens(folder)
+    try:
+        end, last = (ids[both.get(f"image_{of}_token", f"[IMG_{of.upper()}]")] for of in ("break", "end"))
+    except KeyError as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+    return replace(settings, line_ends=(end, last))
+
+
+def _of_llava(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, of which the middle is seen, in one size; transformers 4 says sides as one number."""
+    side, patch_size = vision.get("image_size", 224), vision.get("patch_size", 32)
+    told, crop = (
+        {name: each} if isinstance(each := image.get(key), int) else each
+        for key, name in (("size", "shortest_edge"), ("crop_size", "height"))
+    )
+    crop = crop and {"height": crop.get("height"), "width": crop.get("width", crop.get("height"))}
+    sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    expected = sizes | {"do_center_crop": True, "do_pad": False}
+    _check_processor(folder / _IMAGE_FILE, {**image, "size": told, "crop_size": crop}, expected)
+    of_tokens = {
+        "patch_size": patch_size,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
+    _check_processor(folder / _BOTH_FILE, both, of_tokens)
+    try:
+        pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=1,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id") or config.get("image_token_index", 32_000),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            fixed_side=side,
+            crops=True,
+            takes_pixels=False,
+        )
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
@@ -369,7 +465,8 @@ def _of_glm4v(
     for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
         _check_processor(folder / file, values, sizes)
     tokenizer = _read(folder / "tokenizer_config.json")
-    writes = _glm_class(folder, [each.get("processor_class") for each in (both, image, video, tokenizer)])
+    usual = "Glm46VProcessor" if config["model_type"] == "glm46v" else None
+    writes = _glm_class(folder, [*(each.get("processor_class") for each in (both, image, video, tokenizer)), usual])
     samples = _glm_class(folder, [video.get("video_processor_type"), image.get("image_processor_type"), writes])
     first, start = _GLM4V_TOKENS[config["model_type"]]
     try:

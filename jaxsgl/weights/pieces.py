@@ -390,13 +390,13 @@ def one_table(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
 
 
 def first_row(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """The first of the rows `[1, rows, M]`."""
-    yield Piece((), tensors[0][0, 0])
+    """The first of the rows `[rows, M]`, or `[1, rows, M]`."""
+    yield Piece((), tensors[0].reshape(-1, tensors[0].shape[-1])[0])
 
 
 def all_but_first(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The others."""
-    yield Piece((), tensors[0][0, 1:])
+    yield Piece((), tensors[0].reshape(-1, tensors[0].shape[-1])[1:])
 
 
 def axial_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

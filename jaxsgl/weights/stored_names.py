@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families.internvl import INTERNVL
+from jaxsgl.models.families.llava import LLAVA
 
 # Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
 _QWEN_TOWER = ("model.visual.",)
@@ -31,7 +32,8 @@ _BESIDE_TOWER = {
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
-    **dict.fromkeys(INTERNVL, _PROJECTED_TOWER),
+    **dict.fromkeys((*INTERNVL, *LLAVA), _PROJECTED_TOWER),
+    "LightOnOcrForConditionalGeneration": ("model.vision_encoder.", "model.vision_projection."),
     "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
     "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
 }

@@ -36,6 +36,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
 from jaxsgl.weights.recipe import Piece, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.stored_names import as_in_recipes, own_name, stored_name
+from jaxsgl.weights.tower_names import is_unread
 
 logger = logging.getLogger(__name__)
 
@@ -370,6 +371,8 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
         return True
     of_mlp = _OF_MLPS.fullmatch(name)
     if of_mlp is not None and int(of_mlp[1]) - arch.stage.layers_before not in arch.normed_mlps:
+        return True
+    if is_unread(name, arch):
         return True
     if name.startswith(DRAFT_HEADS.get(arch.name, DRAFT_HEAD)) or name.endswith(_CONSTANTS):
         return True

@@ -6,11 +6,13 @@ Owns these tables, one for each form of tower, by the names that recipes have (`
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import NamedTuple
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families.internvl import INTERNVL
+from jaxsgl.models.families.llava import WITH_CLIP, WITH_PIXTRAL
 from jaxsgl.weights import pieces
 from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
 
@@ -92,6 +94,15 @@ _MISTRAL3: dict[str, _Of] = {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
+_LIGHT_ON_OCR = {
+    parameter: of._replace(
+        names=tuple(
+            name.replace(_TOWER, "model.vision_encoder.").replace(_PROJECTOR, "model.vision_projection.")
+            for name in of.names
+        )
+    )
+    for parameter, of in _MISTRAL3.items()
+}
 _SIGLIP, _ENCODER_LAYER = _TOWER, _TOWER + "encoder.layers.{}."
 _GEMMA3: dict[str, _Of] = {
     "patches": _Of((_SIGLIP + "embeddings.patch_embedding",), ("VM", "VI", "VP", "VP"), pieces.flat_patches),
@@ -105,6 +116,14 @@ _GEMMA3: dict[str, _Of] = {
     "norm3": _Of((_SIGLIP + "post_layernorm",), ("VM",)),
     "merger.norm": _Of((_PROJECTOR + "mm_soft_emb_norm",), ("VM",), pieces.norm),
     "merger.fc1": _Of((_PROJECTOR + "mm_input_projection_weight",), ("VM", "D"), pieces.transposed, ending=""),
+}
+_CLIP = _GEMMA3 | {
+    "positions": _Of((_SIGLIP + "embeddings.position_embedding",), ("V1G", "VM"), pieces.all_but_first),
+    "class_token": _Of((_SIGLIP + "embeddings.class_embedding",), ("VM",), ending=""),
+    "class_place": _Of((_SIGLIP + "embeddings.position_embedding",), ("V1G", "VM"), pieces.first_row),
+    "norm0": _Of((_SIGLIP + "pre_layrnorm",), ("VM",)),
+    "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
+    "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
 
 _EMBED, _OF_HEADS, _OF_MLP = _TOWER + "patch_embedder.", _ENCODER_LAYER + "self_attn.", _ENCODER_LAYER + "mlp."
@@ -165,7 +184,25 @@ _TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},
     **dict.fromkeys(INTERNVL, _INTERNVL),
+    "LightOnOcrForConditionalGeneration": _LIGHT_ON_OCR,
+    **dict.fromkeys(WITH_PIXTRAL, _MISTRAL3),
+    **dict.fromkeys(WITH_CLIP, _CLIP),
 }
+
+
+# A norm of what such models don't read, and a constant.
+_UNREAD = ("post_layernorm.weight", "post_layernorm.bias", "embeddings.position_ids")
+_NUMBERED = re.compile(r"model\.vision_\w+\.(?:encoder|transformer)\.layers\.(\d+)\.")
+
+
+def is_unread(name: str, arch: ModelArch) -> bool:
+    """Whether a tensor is of a part of a tower that the model doesn't read: layers after the last one that counts."""
+    tower = arch.vision
+    if tower is None or not name.startswith("model.vision_"):
+        return False
+    of_layer = _NUMBERED.match(name)
+    is_behind = of_layer is not None and int(of_layer[1]) >= tower.num_layers
+    return is_behind or (not tower.last_norm and name.endswith(_UNREAD))
 
 
 def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:

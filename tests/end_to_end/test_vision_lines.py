@@ -12,40 +12,48 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
-from tests.vision_models import BREAK, LAST, WITH_LINES, is_greedy, make_model, request_in_lines
+from tests.vision_models import BREAK, LAST, MERGES, WITH_LINES, is_greedy, make_model, request_in_lines
 
 pytestmark = pytest.mark.device
 
 
-@pytest.fixture(scope="module", params=daily(list(zip(WITH_LINES, (4, 16), strict=True)), every=2), ids=str)
+@pytest.fixture(scope="module", params=daily(list(zip(WITH_LINES, (4, 16, 1, 64), strict=True)), every=4), ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
     kind, page_size = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = make_model(folder, kind)
-    engine = engine_of(folder, page_size)
+    most = 64 * MERGES.get(kind, 2) ** 2
+    engine = engine_of(folder, page_size, vision=VisionConfig(mm_max_patches=most, mm_pool_tokens=80))
     yield engine, model
     engine.close()
 
 
-def mixture() -> list[Request]:
+def merge_of(engine: Engine) -> int:
+    assert engine.arch.vision is not None
+    return engine.arch.vision.merge_size
+
+
+def mixture(merge: int) -> list[Request]:
     """20 requests with 0 to 3 images, of one line or column among others."""
     rng = np.random.default_rng(7)
     requests = []
     for number in range(20):
-        grids = [(1, 2 * int(rng.integers(1, 7)), 2 * int(rng.integers(1, 6))) for _ in range(number % 4)]
-        requests.append(request_in_lines(str(number), grids, number))
+        grids = [(1, merge * int(rng.integers(1, 7)), merge * int(rng.integers(1, 6))) for _ in range(number % 4)]
+        requests.append(request_in_lines(str(number), grids, number, merge))
     return requests
 
 
 def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
     engine, model = served
-    before, requests = engine.recompiles, mixture()
-    assert {1, 2} <= {item.grid[1] // 2 for each in requests for item in each.media}
+    merge = merge_of(engine)
+    before, requests = engine.recompiles, mixture(merge)
+    assert {1, 2} <= {item.grid[1] // merge for each in requests for item in each.media}
     scheduling = SchedulingConfig(enable_mixed_chunk=True)
     answers = outputs(serve(engine, [requests[:8], [], requests[8:]], config=scheduling), requests)
     for asked, answer in zip(requests, answers, strict=True):
@@ -57,7 +65,8 @@ def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> 
 
 def test_prefixes_that_end_within_a_line_or_at_its_end_change_no_token(served: tuple[Engine, Any]) -> None:
     engine, model = served
-    asked, before = request_in_lines("a", [(1, 6, 4), (1, 2, 8)], 3), engine.recompiles
+    merge, before = merge_of(engine), engine.recompiles
+    asked = request_in_lines("a", [(1, 3 * merge, 2 * merge), (1, merge, 4 * merge)], 3, merge)
     (expected,) = outputs(serve(engine, [[asked]], radix=False), [asked])
     assert is_greedy(model, asked, expected)
     for cut in range(asked.media[0].offset, asked.media[1].stop + 2):
@@ -74,7 +83,8 @@ def test_only_what_is_seen_takes_rows_of_the_pool(served: tuple[Engine, Any]) ->
     engine, model = served
     scheduler = new_scheduler(engine, radix=False)
     for number, seed in enumerate((41, 42, 41)):
-        asked = request_in_lines(str(number), [(1, 128, 2)], seed)
+        merge = merge_of(engine)
+        asked = request_in_lines(str(number), [(1, 64 * merge, merge)], seed, merge)
         assert (asked.media[0].num_rows, asked.media[0].length) == (64, 128)
         assert is_greedy(model, asked, run(engine, scheduler, [asked]).output_ids(str(number)))
     assert (scheduler.state.totals.encoded_images, scheduler.state.totals.restored_images) == (2, 1)
@@ -83,7 +93,7 @@ def test_only_what_is_seen_takes_rows_of_the_pool(served: tuple[Engine, Any]) ->
 def test_other_ends_of_lines_give_other_answers(served: tuple[Engine, Any]) -> None:
     """So their embeddings are read, and are those of the text's tokens."""
     engine, model = served
-    asked = request_in_lines("a", [(1, 6, 4)], 9)
+    asked = request_in_lines("a", [(1, 6, 4)], 9, merge_of(engine))
     swapped = {BREAK: LAST, LAST: BREAK}
     other = msgspec.structs.replace(asked, prompt_ids=[swapped.get(token, token) for token in asked.prompt_ids])
     for each in (asked, other):

@@ -18,12 +18,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -37,11 +39,14 @@ from tests.vision_models import (
     END,
     IMAGE,
     LAST,
+    MERGES,
+    OF_CLIP,
     OF_GLM,
     START,
     VIDEO,
     VIDEO_END,
     VIDEO_START,
+    WITH_LINES,
     make_model,
     types_of,
 )
@@ -205,18 +210,19 @@ def test_pictures_and_a_video_of_internvl_give_transformers_tokens(kind: str, tm
     llm.close()
 
 
-def test_pictures_of_mistral_3_give_transformers_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", daily(["mistral", "pixtral", "lighton_ocr"], every=2))
+def test_pictures_of_mistral_3_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
     """Words around a picture's lines are those of its folder; `image_size` is all that it says of pictures."""
-    model = make_model(tmp_path, "mistral")
+    model, unit = make_model(tmp_path, kind), 4 * MERGES.get(kind, 2)
     write_words(tmp_path, {IMAGE: "[IMG]", BREAK: "[IMG_BREAK]", LAST: "[IMG_END]"})
     given = [picture(100, 42), picture(17, 24, seed=1)]
     size = {"longest_edge": 64}
-    processor = PixtralImageProcessorPil(size=size, patch_size=8)
+    processor = PixtralImageProcessorPil(size=size, patch_size=unit)
     cut = processor(images=given, return_tensors="pt")
     prompt = [11]
     for height, width in cut["image_sizes"].tolist():
-        lines = [*[IMAGE] * (width // 8), BREAK] * (height // 8)
-        prompt += [*lines[:-1], LAST, 23]
+        lines = [*[IMAGE] * (width // unit), *[BREAK] * (kind in WITH_LINES)] * (height // unit)
+        prompt += [*lines[:-1], LAST if kind in WITH_LINES else IMAGE, 23]
     llm = jaxsgl.LLM(str(tmp_path), **SIZES)
     asked = {"prompt": "11 [IMG] 23 [IMG] 23", "multi_modal_data": {"image": [file_of(each) for each in given]}}
     (answer,) = llm.generate(asked, GREEDY, use_tqdm=False)
@@ -225,6 +231,30 @@ def test_pictures_of_mistral_3_give_transformers_tokens(tmp_path: Path) -> None:
     llm.close()
     assert answer.prompt_tokens == len(prompt)
     assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
+
+
+@pytest.mark.parametrize("kind", daily(OF_CLIP, every=3))
+def test_pictures_of_llava_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """In a text and among ids; a picture's tokens are those that transformers' own processor writes."""
+    model = make_model(tmp_path, kind)
+    write_words(tmp_path, {IMAGE: "<image>"})
+    given, side = [picture(100, 42), picture(17, 24, seed=1)], {"height": 32, "width": 32}
+    cut = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=side)(images=given, return_tensors="pt")
+    words = SimpleNamespace(
+        image_token="<image>", patch_size=4, num_additional_image_tokens=1, vision_feature_select_strategy="default"
+    )
+    pictures = [LlavaProcessor.replace_image_token(words, cut, number) for number in range(2)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompt = tokenizer.encode(f"11 {pictures[0]} 23 {pictures[1]}").ids
+    assert prompt.count(IMAGE) == 2 * 64
+    sizes = SIZES | {"vision": VisionConfig(mm_pool_tokens=256, mm_max_patches=128)}
+    llm = jaxsgl.LLM(str(tmp_path), **sizes)
+    data = {"image": [file_of(each) for each in given]}
+    for form in ({"prompt": "11 <image> 23 <image>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
+    llm.close()
 
 
 def test_pictures_of_gemma_3_give_transformers_tokens(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.rope import axis_of_pairs
 from tests.checkpoints import configuration
-from tests.vision_models import IDS, TEXT, VISION
+from tests.vision_models import IDS, KINDS, TEXT, TOWERS, VISION
 
 # As on the hub, where transformers 4 wrote it.
 CONFIG: dict[str, Any] = {
@@ -519,3 +519,127 @@ def test_what_a_config_of_internvl_leaves_out_is_as_in_transformers(tmp_path: Pa
     found = read_values(tmp_path, told)
     whole = {**AutoConfig.from_pretrained(tmp_path).to_dict(), "architectures": told["architectures"]}
     assert "image_size" in whole["vision_config"] and read_values(tmp_path, whole) == found
+
+
+# LLaVA 1.5 7B, as published: the decoder's sizes are those of transformers' class.
+LLAVA: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+# Pixtral 12B in transformers' form, as published.
+PIXTRAL_12B: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_seq_length": 1,
+    "image_token_index": 10,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "is_composition": True,
+        "max_position_embeddings": 1024000,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "is_composition": True,
+        "model_type": "pixtral",
+        "patch_size": 16,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+
+
+def test_a_published_config_of_llava_gives_all_layers_of_clip_but_the_last(tmp_path: Path) -> None:
+    arch = read_values(tmp_path, LLAVA)
+    tower = arch.vision
+    assert tower is not None and not arch.has_axes and arch.name == "LlavaForConditionalGeneration"
+    assert (arch.hidden_size, arch.num_layers, arch.num_heads, arch.vocab_size) == (4096, 32, 32, 32064)
+    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.merge_size) == (23, 1024, 16, 1)
+    assert (tower.image_side, tower.image_tokens, tower.table_len) == (24, 576, 576)
+    assert (tower.activation, tower.norm_eps, tower.image_token_id) == ("quick_gelu", 1e-5, 32000)
+    assert tower.class_token and tower.first_norm_last and tower.merger_bias and not tower.last_norm
+    assert read_values(tmp_path, {**LLAVA, "vision_feature_layer": [-1]}).vision == replace(tower, num_layers=24)
+    assert read_values(tmp_path, {**LLAVA, "vision_feature_layer": None}).vision == tower
+
+
+def test_a_published_config_of_pixtral_gives_a_tower_whose_patches_are_not_merged(tmp_path: Path) -> None:
+    arch = read_values(tmp_path, PIXTRAL_12B)
+    tower = arch.vision
+    assert tower is not None and tower.has_lines and not tower.class_token and tower.merger_bias
+    assert (arch.hidden_size, arch.num_layers, arch.num_heads, arch.head_dim) == (5120, 40, 32, 128)
+    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.ffn_size) == (24, 1024, 16, 4096)
+    assert (tower.patch_size, tower.merge_size, tower.image_side, tower.image_token_id) == (16, 1, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("told", "changed", "words"),
+    [
+        (LLAVA, {"vision_feature_select_strategy": "full"}, "strategy is full, but must be default"),
+        (LLAVA, {"vision_feature_layer": [-2, -5]}, "vision_feature_layer is .-2, -5., but must be a layer"),
+        (LLAVA, {"vision_feature_layer": -25}, "vision_feature_layer is -25, but must be .*, -1 to -24"),
+        (LLAVA, {"projector_hidden_act": "relu"}, "projector_hidden_act is relu, but must be gelu"),
+        (LLAVA, {"text_config": {"model_type": "phi"}}, "model_type is phi, but decoders of Llava.* llama, mistral, q"),
+        (LLAVA, {"vision_config": {"model_type": "siglip_vision_model"}}, "siglip_vision_model, but towers of Llava"),
+        (PIXTRAL_12B, {"vision_feature_select_strategy": None}, "strategy is default, but must be full"),
+    ],
+)
+def test_what_llava_may_not_have_is_refused_by_name(
+    told: dict[str, Any], changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_values(tmp_path, {key: each for key, each in {**told, **changed}.items() if each is not None})
+
+
+@pytest.mark.parametrize(("kind", "name"), [("glm4v", "Glm4v"), ("glm4v_moe", "Glm4vMoe")])
+def test_the_class_of_glm_46v_is_that_of_its_decoder(kind: str, name: str, tmp_path: Path) -> None:
+    config_class, _, text = KINDS[kind]
+    config = config_class(text_config={**TEXT, **text}, vision_config=TOWERS[kind])
+    known, found = (
+        read_values(tmp_path, {**config.to_dict(), "architectures": [f"{each}ForConditionalGeneration"]})
+        for each in (name, "Glm46V")
+    )
+    assert found == known and found.name == f"{name}ForConditionalGeneration"

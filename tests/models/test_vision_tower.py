@@ -49,8 +49,8 @@ FLOAT32 = jnp.dtype(jnp.float32)
 @pytest.mark.parametrize(
     "kind",
     [
-        "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "glm_ocr", "internvl", "internvl_moe", "mistral",
-        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+        "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "internvl_moe",
+        "lighton_ocr", "llava", "mistral", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     ],
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:

@@ -25,6 +25,15 @@ IN_LINES = ProcessorSettings(
     14, 1, 2, PixelSettings(1, 1540**2, *CLIP), PixelSettings(1, 1540**2, *CLIP), 10, -1, -1, -1,
     longest_side=1540, line_ends=(12, 13), takes_pixels=False,
 )  # fmt: skip
+# Of Pixtral 12B in transformers' form, and of LLaVA 1.5, as published.
+UNMERGED = ProcessorSettings(
+    16, 1, 1, PixelSettings(1, 1024**2, *CLIP), PixelSettings(1, 1024**2, *CLIP), 10, -1, -1, -1,
+    longest_side=1024, line_ends=(12, 13), takes_pixels=False,
+)  # fmt: skip
+CROPPED = ProcessorSettings(
+    14, 1, 1, PixelSettings(336**2, 336**2, *CLIP), PixelSettings(336**2, 336**2, *CLIP), 32_000, -1, -1, -1,
+    fixed_side=336, crops=True, takes_pixels=False,
+)  # fmt: skip
 # Of Gemma 3, as published.
 SQUARE = ProcessorSettings(
     14, 1, 4, PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std), PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -32,6 +33,7 @@ from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
 from tests.grids import daily
 from tests.preprocess.pictures import (
+    CROPPED,
     FILLED,
     IN_LINES,
     OLDER,
@@ -40,6 +42,7 @@ from tests.preprocess.pictures import (
     SQUARE,
     STEPPED,
     TILED,
+    UNMERGED,
     file_of,
     picture,
 )
@@ -121,18 +124,33 @@ def test_patches_of_glm_4v_are_its_processors(width: int, height: int) -> None:
 @pytest.mark.parametrize(
     ("width", "height"), [(1, 1), (28, 29), (417, 300), (2000, 10), (1540, 1541), (3000, 2000), (1541, 1539)]
 )
-def test_patches_of_mistral_3_are_its_processors(width: int, height: int) -> None:
+@pytest.mark.parametrize("settings", [IN_LINES, UNMERGED], ids=["Mistral 3", "Pixtral 12B"])
+def test_patches_of_mistral_3_are_its_processors(width: int, height: int, settings: ProcessorSettings) -> None:
     given = picture(width, height)
-    pixels = IN_LINES.image
+    pixels, longest, patch, merge = settings.image, settings.longest_side, settings.patch_size, settings.merge_size
     processor = PixtralImageProcessorPil(
-        size={"longest_edge": 1540}, patch_size=28, image_mean=pixels.mean, image_std=pixels.std
+        size={"longest_edge": longest}, patch_size=settings.unit, image_mean=pixels.mean, image_std=pixels.std
     )
     expected = processor(images=[given], return_tensors="np")
-    part = part_of(given, IN_LINES)
-    assert [14 * side for side in part.grid[1:]] == expected["image_sizes"][0].tolist()
-    h, w = (side // 2 for side in part.grid[1:])
-    squares = expected["pixel_values"][0].reshape(3, h, 2, 14, w, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
-    np.testing.assert_array_equal(normalized(part, IN_LINES), squares.reshape(part.num_patches, -1))
+    part = part_of(given, settings)
+    assert [patch * side for side in part.grid[1:]] == expected["image_sizes"][0].tolist()
+    h, w = (side // merge for side in part.grid[1:])
+    squares = expected["pixel_values"][0].reshape(3, h, merge, patch, w, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+    np.testing.assert_array_equal(normalized(part, settings), squares.reshape(part.num_patches, -1))
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(1, 1), (336, 336), (417, 300), (300, 418), (20, 2000), (2000, 11), (335, 337), (1921, 1079)]
+)
+def test_patches_of_llava_are_its_processors(width: int, height: int) -> None:
+    """The middle of the longer side."""
+    given, side = picture(width, height), {"height": 336, "width": 336}
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size=side)
+    (expected,) = processor(images=[given], return_tensors="np")["pixel_values"]
+    part = part_of(given, CROPPED)
+    assert part.grid == (1, 24, 24)
+    squares = expected.reshape(3, 24, 14, 24, 14).transpose(1, 3, 0, 2, 4)
+    np.testing.assert_array_equal(normalized(part, CROPPED), squares.reshape(576, -1))
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (896, 896), (417, 300), (200, 2000), (1921, 1079)])

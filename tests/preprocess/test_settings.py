@@ -11,7 +11,19 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.preprocess.settings import PixelSettings, load_settings
-from tests.preprocess.pictures import CLIP, FILLED, IMAGENET, IN_LINES, OLDER, SETTINGS, SQUARE, STEPPED, TILED
+from tests.preprocess.pictures import (
+    CLIP,
+    CROPPED,
+    FILLED,
+    IMAGENET,
+    IN_LINES,
+    OLDER,
+    SETTINGS,
+    SQUARE,
+    STEPPED,
+    TILED,
+    UNMERGED,
+)
 
 CONFIG = {
     "vision_config": {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2},
@@ -214,6 +226,12 @@ def test_the_class_of_glm_46vs_processor_says_how_times_are_told_and_frames_foun
     )
 
 
+def test_a_folder_of_the_class_glm_46v_has_its_processor_where_none_is_told(tmp_path: Path) -> None:
+    image = {key: value for key, value in GLM4V_IMAGE.items() if not key.endswith(("_type", "_class"))}
+    write(tmp_path, config={**GLM4V, "model_type": "glm46v"}, preprocessor_config=image)
+    assert load_settings(tmp_path) == replace(STEPPED, times="seconds after", sampling="by length")
+
+
 def test_a_processor_of_another_glm_is_refused(tmp_path: Path) -> None:
     video = {**GLM4V_VIDEO, "video_processor_type": "GlmgaVideoProcessor"}
     write(tmp_path, config=GLM4V, preprocessor_config=GLM4V_IMAGE, video_preprocessor_config=video)
@@ -268,6 +286,72 @@ def test_the_files_of_mistral_3_are_understood(
 def test_another_processor_of_mistral_3_is_refused(files: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_settings(write(tmp_path, config=MISTRAL3, tokenizer=LISTED, **files))
+
+
+def test_the_files_of_pixtral_12b_are_understood(tmp_path: Path) -> None:
+    """Those of transformers' form; without a processor's, too."""
+    vision = {"model_type": "pixtral", "patch_size": 16, "image_size": 1024}
+    config = {"model_type": "llava", "image_token_index": 10, "vision_config": vision}
+    image = {**PIXTRAL_IMAGE, "patch_size": {"height": 16, "width": 16}, "size": {"longest_edge": 1024}}
+    names = {key: value for key, value in PIXTRAL.items() if key != "spatial_merge_size"}
+    write(tmp_path, config=config, tokenizer=LISTED)
+    assert load_settings(tmp_path) == UNMERGED
+    write(tmp_path, config=config, preprocessor_config=image, processor_config={**names, "patch_size": 16})
+    assert load_settings(tmp_path) == UNMERGED
+
+
+def test_the_files_of_light_on_ocr_are_understood(tmp_path: Path) -> None:
+    """No token ends lines, and sides are multiples of a token's."""
+    vision = {"model_type": "pixtral", "patch_size": 14, "image_size": 1540}
+    config = {"model_type": "lighton_ocr", "image_token_id": 10, "spatial_merge_size": 2, "vision_config": vision}
+    processor = {"patch_size": 14, "spatial_merge_size": 2, "processor_class": "LightOnOcrProcessor"}
+    image = {**PIXTRAL_IMAGE, "patch_size": {"height": 28, "width": 28}}
+    write(tmp_path, config=config, processor_config=processor, preprocessor_config=image)
+    assert load_settings(tmp_path) == replace(IN_LINES, line_ends=None)
+    with pytest.raises(CheckpointError, match="patch_size is 14, but only 28"):
+        load_settings(write(tmp_path, config=config, preprocessor_config=PIXTRAL_IMAGE))
+
+
+LLAVA = {
+    "model_type": "llava", "image_token_index": 32000,
+    "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
+}  # fmt: skip
+LLAVA_IMAGE = {
+    "crop_size": {"height": 336, "width": 336}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
+    "do_rescale": True, "do_resize": True, "image_mean": list(CLIP[0]), "image_std": list(CLIP[1]), "resample": 3,
+    "image_processor_type": "CLIPImageProcessor", "rescale_factor": 1 / 255, "size": {"shortest_edge": 336},
+}  # fmt: skip
+LLAVA_TOKENS = {
+    "image_token": "<image>", "num_additional_image_tokens": 1, "patch_size": 14, "processor_class": "LlavaProcessor",
+    "vision_feature_select_strategy": "default",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "image", [LLAVA_IMAGE, {**LLAVA_IMAGE, "size": 336, "crop_size": 336}, {}], ids=["published", "older", "none"]
+)
+def test_the_files_of_llava_are_understood(image: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, config=LLAVA, preprocessor_config=image, processor_config=LLAVA_TOKENS)
+    assert load_settings(tmp_path) == CROPPED
+
+
+@pytest.mark.parametrize(
+    ("image", "tokens", "message"),
+    [
+        ({"do_pad": True}, {}, "do_pad is True, but only False"),
+        ({"size": {"height": 336, "width": 336}}, {}, "size is"),
+        ({"crop_size": 224}, {}, "crop_size is"),
+        ({"do_center_crop": False}, {}, "do_center_crop is False"),
+        ({}, {"vision_feature_select_strategy": "full"}, "select_strategy is full, but only default"),
+        ({}, {"num_additional_image_tokens": 0}, "num_additional_image_tokens is 0, but only 1"),
+    ],
+)
+def test_another_processor_of_llava_is_refused(
+    image: dict[str, Any], tokens: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    files = {"preprocessor_config": LLAVA_IMAGE | image, "processor_config": LLAVA_TOKENS | tokens}
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(write(tmp_path, config=LLAVA, **files))
 
 
 GEMMA3 = {

@@ -11,19 +11,36 @@ from jaxsgl.models.families.dense import DENSE
 from jaxsgl.models.families.internvl import INTERNVL, INTERNVL_BY_DECODER
 from jaxsgl.models.families.latents import LATENTS
 from jaxsgl.models.families.layer_norms import LAYER_NORMS
+from jaxsgl.models.families.llava import LLAVA, LLAVA_BY_DECODER, LLAVA_BY_TOWER
 from jaxsgl.models.families.mixtures import MIXTURES
 from jaxsgl.models.families.recurrent import RECURRENT
 from jaxsgl.models.family import Family
 
-FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **RECURRENT, **INTERNVL}
-# Where one architecture has different decoders: the name in `FAMILIES` by the decoder's `model_type`.
+FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **RECURRENT, **INTERNVL, **LLAVA}
+# Where one architecture has different towers, and then where it has different decoders: the name in `FAMILIES` by the
+# part's `model_type`. The first one holds where config.json doesn't say it.
+BY_TOWER: dict[str, dict[str, str]] = {
+    "LightOnOcrForConditionalGeneration": {"pixtral": "LightOnOcrForConditionalGeneration"},
+    "LlavaForConditionalGeneration": LLAVA_BY_TOWER,
+}
 BY_DECODER: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {
         "mistral": "Mistral3ForConditionalGeneration",
         "ministral3": "Ministral3ForConditionalGeneration",
         "mistral4": "Mistral4ForConditionalGeneration",
     },
+    "Glm46VForConditionalGeneration": {
+        "glm4v_text": "Glm4vForConditionalGeneration",
+        "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
+    },
     "InternVLForConditionalGeneration": INTERNVL_BY_DECODER,
+    "LightOnOcrForConditionalGeneration": {"qwen3": "LightOnOcrForConditionalGeneration"},
+    **LLAVA_BY_DECODER,
 }
-_OURS_ALONE = {name for names in BY_DECODER.values() for name in names.values()} - BY_DECODER.keys()
-TOLD_NAMES = tuple(name for name in FAMILIES if name not in _OURS_ALONE)  # those that config.json may have
+_OURS_ALONE = {
+    "Ministral3ForConditionalGeneration",
+    "Mistral4ForConditionalGeneration",
+    *(name for name in (*INTERNVL, *LLAVA) if name not in ("InternVLForConditionalGeneration", *BY_TOWER)),
+}
+# Those that config.json may have.
+TOLD_NAMES = (*(name for name in FAMILIES if name not in _OURS_ALONE), "Glm46VForConditionalGeneration")

@@ -9,6 +9,7 @@ from jaxsgl.models.families.towers import (
     GEMMA4_TOWER,
     GLM4V_TOWER,
     GLM_OCR_TOWER,
+    LIGHT_ON_OCR_TOWER,
     PIXTRAL,
     QWEN2_5_VL_TOWER,
     QWEN2_VL_TOWER,
@@ -298,6 +299,8 @@ IN_MISTRAL3: dict[str, Any] = {
     ),
 }
 
+_QWEN3 = Family(qk_norm="head", windows="flag", defaults={"head_dim": 128})
+
 DENSE: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=None, defaults={"eos_token_id": 2}),
     "IQuestCoderForCausalLM": Family(
@@ -331,7 +334,7 @@ DENSE: dict[str, Family] = {
         },
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
-    "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
+    "Qwen3ForCausalLM": _QWEN3,
     "SeedOssForCausalLM": Family(
         mlp_bias=None,
         attention_out_bias_key="attention_out_bias",
@@ -540,6 +543,13 @@ DENSE: dict[str, Family] = {
         vision=GLM_OCR_TOWER,
         defaults={**_GLM4V.defaults, "num_key_value_heads": 8, "max_position_embeddings": 131_072},
         ignored=GLM4V_TOKENS | {"attention_bias", "image_size", "num_nextn_predict_layers"},
+    ),
+    "LightOnOcrForConditionalGeneration": replace(
+        _QWEN3,
+        section="text_config",
+        ties_whole=True,
+        vision=LIGHT_ON_OCR_TOWER,
+        ignored=frozenset({"head_dim", "image_size", "vocab_size"}),
     ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,

@@ -165,7 +165,6 @@ LATENTS: dict[str, Family] = {
         ties_whole=True,
         ignored=_DEEPSEEK.ignored
         | {
-            "ignore_index",
             "image_token_id",
             "media_placeholder_token_id",
             "projection_hidden_size",

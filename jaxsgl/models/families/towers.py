@@ -125,6 +125,49 @@ PIXTRAL = VisionFamily(
     defaults={"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
 )
 
+# Pixtral 12B's own form, in which patches are not merged.
+PIXTRAL_IN_LLAVA = replace(
+    PIXTRAL,
+    image_token_id=32_000,
+    merger="plain",
+    feature_layer=-2,
+    required_beside={"projector_hidden_act": "gelu", "vision_feature_select_strategy": "full"},
+    defaults_beside={"vision_feature_select_strategy": "default"},
+    defaults={**PIXTRAL.defaults, "patch_size": 16},
+)
+
+LIGHT_ON_OCR_TOWER = replace(PIXTRAL, image_token_id=151_655, has_lines=False, required_beside={})
+
+# LLaVA 1.5's (arXiv 2103.00020): its class token is left out of what the model reads.
+CLIP = VisionFamily(
+    32_000,
+    None,
+    deepstack_layers=None,
+    sections=None,
+    activations=("quick_gelu", "gelu"),
+    class_token=True,
+    patch_bias=False,
+    first_norm=True,
+    first_norm_last=True,
+    norm_eps=1e-5,
+    merger="plain",
+    feature_layer=-2,
+    turns=False,
+    frames=1,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    required_beside={"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"},
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    defaults={
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "patch_size": 32,
+        "image_size": 224,
+    },
+)
+
 # Gemma 3's (arXiv 2303.15343).
 SIGLIP = VisionFamily(
     262_144,

@@ -25,8 +25,8 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 
 @dataclass(frozen=True)
 class VisionArch:
-    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), Gemma 3 (SigLIP) and
-    4, or InternVL.
+    """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
+    (SigLIP) and 4, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -45,6 +45,7 @@ class VisionArch:
       root_norms: norms divide by the root of the mean square, and have no biases; else by the deviation, and have them.
       patch_bias, layer_bias, merger_bias: the product with pixels has a bias; those of layers; those of the merger.
       first_norm, last_norm: patches pass a norm before the first layer, or after the last one.
+      first_norm_last: the first one comes after learned positions, and class tokens pass it, too.
       sandwich: what attention and the MLP make passes a norm before it is added.
       head_norms, value_norms: each head's queries and keys pass norms before they turn; its values one without scales.
       joint_norms: queries of all heads pass one norm together, and keys another one.
@@ -57,10 +58,11 @@ class VisionArch:
       rope_alternates: rows turn with the even ones of all frequencies, columns with the odd ones; else both with the
         even ones.
       turns: patches have places, which turn queries and keys; else they have learned positions alone.
-      merger: what makes tokens of squares of patches: an MLP; one after a product; a product with their mean, which
-        passes a norm before or ("scaled") is scaled by sqrt(M) and passes a norm without scales; ("gated") an MLP
-        with gates after two products, of which the first has a bias, and the second a norm and GELU after it; or
-        ("square") a norm of all numbers of the square, and an MLP whose width is D.
+      merger: what makes tokens of squares of patches: an MLP after a norm; ("plain") one without a norm; one after a
+        norm and a product; a product with their mean, which passes a norm before or ("scaled") is scaled by sqrt(M) and
+        passes a norm without scales; ("gated") an MLP with gates after two products, of which the first has a bias, and
+        the second a norm and GELU after it; or ("square") a norm of all numbers of the square, and an MLP whose width
+        is D, as that of "plain" is.
       merger_ffn_size: F of that MLP; 0: it follows from other sizes.
       standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
@@ -98,6 +100,7 @@ class VisionArch:
     layer_bias: bool = True
     merger_bias: bool = True
     first_norm: bool = False
+    first_norm_last: bool = False
     last_norm: bool = False
     sandwich: bool = False
     head_norms: bool = False
@@ -176,6 +179,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     if config is None:
         return None
     config.defaults = family.defaults
+    whole.defaults = {**family.defaults_beside, **whole.defaults}
     _check_required(config, "vision_config.", family.required)
     _check_required(whole, "", family.required_beside)
 
@@ -184,15 +188,17 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
 
     depth, width = count("depth"), count("hidden_size")
     patch_size = _read_side(config, "patch_size")
-    image_side = _read_side(config, "image_size") // patch_size if family.merger in ("pooled", "square") else 0
+    image_side = _read_side(config, "image_size") // patch_size if family.has_one_size else 0
     if family.merger == "pooled":
         merge_size = _read_pooled(whole, image_side)
+    elif family.merger == "plain":
+        merge_size = 1
     else:
         beside = whole if family.merger == "projected" else config
         merge_size = beside.count(family.keys.get("spatial_merge_size", "spatial_merge_size"), 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
-        num_layers=depth,
+        num_layers=_read_num_layers(whole, family, depth),
         hidden_size=width,
         num_heads=count("num_heads", 16),
         ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
@@ -214,6 +220,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         and (family.layer_bias_key is None or bool(config.get(family.layer_bias_key, True))),
         merger_bias=_has_merger_bias(whole, family),
         first_norm=family.first_norm,
+        first_norm_last=family.first_norm_last,
         last_norm=family.last_norm,
         sandwich=family.sandwich,
         head_norms=family.head_norms,
@@ -282,10 +289,23 @@ def _read_pooled(whole: ConfigFile, image_side: int) -> int:
     return image_side // side
 
 
+def _read_num_layers(whole: ConfigFile, family: VisionFamily, depth: int) -> int:
+    """The layers up to that whose output the model reads."""
+    if family.feature_layer is None:
+        return depth
+    told = whole.get("vision_feature_layer", family.feature_layer)
+    layer = told[0] if isinstance(told, list) and len(told) == 1 else told
+    if type(layer) is not int or not -depth <= layer <= -1:
+        raise CheckpointError(
+            f"{whole.path}: vision_feature_layer is {told}, but must be a layer from the end, -1 to {-depth}"
+        )
+    return depth + 1 + layer
+
+
 def _has_merger_bias(whole: ConfigFile, family: VisionFamily) -> bool:
     """Whether what brings the tower's output to the decoder's size has biases."""
-    if family.merger == "projected":
-        return bool(whole.get("multimodal_projector_bias", False))
+    if family.merger in ("projected", "plain"):
+        return bool(whole.get("multimodal_projector_bias", family.merger == "plain"))
     return family.merger in ("mlp", "square")
 
 

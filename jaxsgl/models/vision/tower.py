@@ -82,7 +82,7 @@ class Merger(Matrices):
         if arch.merger == "gated":
             self._declare_gated(arch, dtype, stack)
             return
-        if arch.merger != "scaled":
+        if arch.merger not in ("plain", "scaled"):
             is_root = arch.merger == "pooled" or (arch.root_norms and arch.merger != "square")
             _norm(self, "norm", (*stack, self._normalized), dtype, is_root)
         if arch.standardizes:
@@ -124,7 +124,9 @@ class Merger(Matrices):
             return _through(
                 self, "fc2", jax.nn.silu(_through(self, "gate", read, of)) * _through(self, "fc1", read, of), of
             )
-        x = _normalized(self, "norm", x_PM.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
+        x = x_PM
+        if self._how != "plain":
+            x = _normalized(self, "norm", x.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
         x = _through(self, "merge", x, of) if self._how == "projected" else x
         x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
         return _through(self, "fc2", x, of)
@@ -203,7 +205,10 @@ class Tower(Matrices):
 
     def embed(self, patches: Patches) -> jax.Array:
         """`[P, M]` of pixels and learned positions; with class tokens one more for each image, before its patches."""
-        x_PM = self._embed_patches(patches)
+        x_PM = self._with_class_tokens(self._embed_patches(patches))
+        return _normalized(self, "norm0", x_PM, self._of, self.arch.norm_eps) if self.arch.first_norm_last else x_PM
+
+    def _with_class_tokens(self, x_PM: jax.Array) -> jax.Array:
         if not self.arch.class_token:
             return x_PM
         of_class = _array(self, "class_token").astype(x_PM.dtype) + _array(self, "class_place").astype(x_PM.dtype)
@@ -222,7 +227,7 @@ class Tower(Matrices):
         shift = np.repeat(np.asarray(arch.mean, np.float64) / std, per_channel).astype(np.float32)
         pixels = (patches.pixels.astype(jnp.float32) * scale - shift).astype(self.activations)
         x_PM = _through(self, "patches", pixels, self._of)
-        if arch.first_norm:
+        if arch.first_norm and not arch.first_norm_last:
             x_PM = _normalized(self, "norm0", x_PM, self._of, arch.norm_eps)
         if not arch.table_side:
             return x_PM
