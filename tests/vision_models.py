@@ -158,6 +158,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         for kind, of_kind in OF_TILES.items()
     },
     "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration, IN_PART | GLM46V),
+    "paddleocr_vl": (transformers.PaddleOCRVLConfig, transformers.PaddleOCRVLForConditionalGeneration, OF_ALL),
     "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
     **{
         kind: (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration, IN_TILES | of_kind)
@@ -205,6 +206,10 @@ TOWERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
         }
         for kind in OF_CLIP
+    },
+    "paddleocr_vl": {
+        "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "patch_size": 4,
+        "image_size": 20,
     },
     "gemma3": {
         "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
@@ -388,7 +393,7 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm", "internvl", "light", "llava"))
+    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle"))
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)
@@ -399,6 +404,8 @@ def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
     """What transformers' models of `WITH_PICTURES` take of images: padded pixels, and sizes, or patches' places."""
     if model.config.model_type == "gemma4":
         return places_of(media)
+    if model.config.model_type == "paddleocr_vl":
+        return line_by_line(model, media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
     sizes = [(4 * item.grid[1], 4 * item.grid[2]) for item in media]
     pixels = torch.zeros(len(media), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
@@ -409,6 +416,16 @@ def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
         image[:, :h, :w] = squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h, w)
     of_size = {"image_sizes": torch.tensor(sizes)} if model.config.vision_config.model_type == "pixtral" else {}
     return {"pixel_values": pixels, **of_size}
+
+
+def line_by_line(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
+    """What PaddleOCR-VL takes of images: patches line by line, and grids."""
+    patches = torch.split(normalized(model, media), [item.num_patches for item in media])
+    lines = [
+        of_image.reshape(item.grid[1] // 2, item.grid[2] // 2, 2, 2, 3, 4, 4).transpose(1, 2).reshape(-1, 3, 4, 4)
+        for item, of_image in zip(media, patches, strict=True)
+    ]
+    return {"pixel_values": torch.cat(lines), "image_grid_thw": torch.tensor([item.grid for item in media])}
 
 
 def places_of(media: Sequence[MediaItem]) -> dict[str, Any]:
@@ -445,7 +462,9 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
         with torch.no_grad():
             in_lines: np.ndarray = model(input_ids=ids, use_cache=False, **media).logits[0].numpy()
         return in_lines
-    if request.media:
+    if model.config.model_type == "paddleocr_vl" and request.media:
+        media = line_by_line(model, request.media)
+    elif request.media:
         pixels = normalized(model, request.media)
         grids = [item.grid for item in request.media]
         if 2 in types:

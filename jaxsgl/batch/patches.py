@@ -20,9 +20,9 @@ from jaxsgl.cache.pages import IntArray
 from jaxsgl.requests.media import Grid, MediaItem, patches_of
 
 # How patches have learned positions, if they have any: between those of a square that is spread over the image, corners
-# on corners; the same with edges on edges, by cubics; or those of rows and of columns.
-Positions: TypeAlias = Literal["square", "cubic", "axes"]
-NUM_TAPS: dict[Positions, int] = {"square": 4, "cubic": 16, "axes": 4}
+# on corners; the same with edges on edges; that by cubics; or those of rows and of columns.
+Positions: TypeAlias = Literal["square", "edges", "cubic", "axes"]
+NUM_TAPS: dict[Positions, int] = {"square": 4, "edges": 4, "cubic": 16, "axes": 4}
 CUBIC = -0.75  # the slope that cubics have one position away from their own
 MIN_CALL_PATCHES = 256  # of the smallest call of the tower
 SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
@@ -252,9 +252,26 @@ def _taps(row: Places, column: Places, grid: Grid, side: int) -> IntArray:
         at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
         for at, count in zip((row, column), grid[1:], strict=True)
     )
-    y0, x0 = np.floor(y).astype(np.int32), np.floor(x).astype(np.int32)
-    y1, x1 = np.minimum(y0 + 1, side - 1), np.minimum(x0 + 1, side - 1)
-    fy, fx = y - y0.astype(np.float32), x - x0.astype(np.float32)
+    return _between(y, x, side)
+
+
+def _taps_by_edges(row: Places, column: Places, grid: Grid, side: int) -> IntArray:
+    """As `_taps`, with the edges of the image on those of the table; beyond it those at its edge hold."""
+    half = np.float32(0.5)
+    y, x = (
+        (at.astype(np.float32) + half) * np.float32(side) / np.float32(count) - half
+        for at, count in zip((row, column), grid[1:], strict=True)
+    )
+    return _between(y, x, side)
+
+
+def _between(y: Floats, x: Floats, side: int) -> IntArray:
+    """The four positions around places `[n]` of a table, and the bits of their weights."""
+    first_y, first_x = np.floor(y).astype(np.int32), np.floor(x).astype(np.int32)
+    (y0, y1), (x0, x1) = (
+        (np.clip(first, 0, side - 1), np.clip(first + 1, 0, side - 1)) for first in (first_y, first_x)
+    )
+    fy, fx = y - first_y.astype(np.float32), x - first_x.astype(np.float32)
     one = np.float32(1)
     taps = np.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1], axis=1)
     weights = np.stack([(one - fy) * (one - fx), (one - fy) * fx, fy * (one - fx), fy * fx], axis=1)
@@ -298,8 +315,10 @@ def _taps_by_axis(row: Places, column: Places, grid: Grid, side: int) -> IntArra
 
 
 Places: TypeAlias = npt.NDArray[np.intp]
+Floats: TypeAlias = npt.NDArray[np.float32]
 _TAPS: dict[Positions, Callable[[Places, Places, Grid, int], IntArray]] = {
     "square": _taps,
+    "edges": _taps_by_edges,
     "cubic": _cubic_taps,
     "axes": _taps_by_axis,
 }

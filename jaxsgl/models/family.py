@@ -27,7 +27,7 @@ Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # and an MLP of the decoder's size.
 Merging: TypeAlias = Literal["mlp", "plain", "projected", "pooled", "scaled", "gated", "square"]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
-Positions: TypeAlias = Literal["none", "square", "cubic", "axes"]
+Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]
@@ -116,6 +116,8 @@ class VisionFamily:
         class tokens, all images have `image_size`.
       feature_layer: the layer whose output the model reads, where the key `vision_feature_layer` beside the tower's
         object is missing: -1 for the last one, -2 for the one before it. None: there is no key, and it is the last.
+      out_size_told: of "mlp" and "gated", that the tower's object says the decoder's size.
+      merger_eps: see `VisionArch`; None: it follows from the merger.
       required, required_beside: what keys of the tower's object, and those beside it, must say, where they are there,
         since nothing else is built; a list of that one value will do, too.
       defaults_beside: values of keys beside the tower's object that config.json may leave out.
@@ -123,6 +125,7 @@ class VisionFamily:
       has_lines, ahead: see `VisionArch`.
       ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
       frames: in a patch, where config.json doesn't say it.
+      frames_told: config.json may say it; else what it says means nothing.
       mean, std: see `VisionArch`.
       own_pixels: these are the tower's own, and the folder's processor does not normalize.
       keys: what keys of the tower are called, if not as in Qwen3-VL, by their names there.
@@ -160,11 +163,14 @@ class VisionFamily:
     windows: bool = False
     merger: Merging = "mlp"
     feature_layer: int | None = None
+    out_size_told: bool = True
+    merger_eps: float | None = None
     turns: bool = True
     has_lines: bool = False
     ahead: Ahead = "nowhere"
     ahead_key: str | None = None
     frames: int = 2
+    frames_told: bool = True
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     own_pixels: bool = False

@@ -44,6 +44,8 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
         depth = settings.temporal_patch_size
         most = min(limits.max_pixels, max_pixels * depth)
         return _clip_size(depth, height, width, settings, limits.min_pixels, most)
+    if settings.lifts:
+        height, width = _lifted(height, width, settings.unit)
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
 
 
@@ -146,6 +148,15 @@ def _size(height: int, width: int, unit: int, least: int, most: int) -> tuple[in
     if h * w < least:
         return _grown(height, width, unit, math.sqrt(least / (height * width)))
     return h, w
+
+
+def _lifted(height: int, width: int, unit: int) -> tuple[int, int]:
+    """Height and width with no side below `unit`, in about the same ratio."""
+    if height < unit:
+        height, width = unit, round(width * unit / height)
+    if width < unit:
+        height, width = round(height * unit / width), unit
+    return height, width
 
 
 def _clip_size(

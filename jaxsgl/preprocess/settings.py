@@ -59,6 +59,7 @@ class ProcessorSettings:
       positions_per_s: by_frame: positions of time in a second; None: temporal patches are one position apart.
       longest_side: pixels of a picture's longer side at most, which is the only limit; sides are rounded up. None: the
         limits are those of `image`.
+      lifts: a side shorter than a token's is scaled to that first.
       counts_frames: limits of pixels of a picture are those of all frames of its temporal patch.
       fills: pictures and frames are scaled until they have as many pixels as they may, sides rounded down.
       fixed_side: pixels of both sides of a picture, whatever its own are; None: they follow from its own.
@@ -107,6 +108,7 @@ class ProcessorSettings:
     crops: bool = False
     tiles: tuple[int, int] | None = None
     resample: int = BICUBIC
+    lifts: bool = False
     counts_frames: bool = False
     fills: bool = False
     written: Written = "framed"
@@ -151,6 +153,7 @@ _QWEN3_VL = _OfModel(16, (65536, 16777216), (4096, 25165824), _HALF, _HALF)
 _QWEN2_VL = _OfModel(14, (3136, 1003520), (100352, 602112), *_CLIP, by_frame=True)
 # By `model_type` of config.json; others are as Qwen3-VL.
 _MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
+_PADDLE_OCR = _OfModel(14, (384 * 384, 1536 * 1536), (384 * 384, 1536 * 1536), *_CLIP)
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
 _GLM4V_TOKENS = {
@@ -179,6 +182,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_mistral3(folder, config, vision, image, both)
     if config.get("model_type") == "lighton_ocr":
         return _of_light_on_ocr(folder, config, vision, image, both)
+    if config.get("model_type") == "paddleocr_vl":
+        return _of_paddle_ocr(folder, config, vision, image)
     if config.get("model_type") == "llava":
         of_tower = _of_llava_pixtral if vision.get("model_type") == "pixtral" else _of_llava
         return of_tower(folder, config, vision, image, both)
@@ -299,6 +304,30 @@ def _with_lines(folder: Path, settings: ProcessorSettings, both: dict[str, Any])
     except KeyError as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
     return replace(settings, line_ends=(end, last))
+
+
+def _of_paddle_ocr(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, scaled as Qwen2-VL's."""
+    sizes = {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
+    _check_processor(folder / _IMAGE_FILE, image, sizes | {"temporal_patch_size": 1})
+    try:
+        pixels = _pixels(image, _PADDLE_OCR.image, _PADDLE_OCR)
+        return ProcessorSettings(
+            **sizes,
+            temporal_patch_size=1,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id", 100_295),
+            video_token_id=-1,
+            vision_start_token_id=config.get("vision_start_token_id", 101_305),
+            vision_end_token_id=config.get("vision_end_token_id", 101_306),
+            lifts=True,
+            takes_pixels=False,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_llava(

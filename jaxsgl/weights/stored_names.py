@@ -33,6 +33,7 @@ _BESIDE_TOWER = {
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
     **dict.fromkeys((*INTERNVL, *LLAVA), _PROJECTED_TOWER),
+    "PaddleOCRVLForConditionalGeneration": ("model.visual.", "model.projector."),
     "LightOnOcrForConditionalGeneration": ("model.vision_encoder.", "model.vision_projection."),
     "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
     "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
@@ -144,8 +145,8 @@ def _of_decoder(stored: list[str]) -> dict[str, str]:
     if "backbone.embeddings.weight" in stored:
         return {re.sub(r"^backbone\.", "model.", name): name for name in stored}
     if any(name.startswith("visual.") for name in stored):
-        within = {"visual.": "model.visual.", "model.": _WITHIN}
-        return {re.sub(r"^(visual|model)\.", lambda start: within[start[0]], name): name for name in stored}
+        within = {"visual.": "model.visual.", "mlp_AR.": "model.projector.", "model.": _WITHIN}
+        return {re.sub(r"^(visual|mlp_AR|model)\.", lambda start: within[start[0]], name): name for name in stored}
     if "language_model.model.embed_tokens.weight" not in stored:
         return dict(zip(stored, stored, strict=True))
 

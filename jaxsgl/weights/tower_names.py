@@ -125,6 +125,16 @@ _CLIP = _GEMMA3 | {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
+_PADDLE = "model.projector."
+_PADDLE_OCR = {
+    **{
+        parameter: of._replace(names=tuple(name.replace(_SIGLIP, _VISUAL + "vision_model.") for name in of.names))
+        for parameter, of in _GEMMA3.items()
+    },
+    "merger.norm": _Of((_PADDLE + "pre_norm",), ("VM",)),
+    "merger.fc1": _Of((_PADDLE + "linear_1",), ("VW", "VW")),
+    "merger.fc2": _Of((_PADDLE + "linear_2",), ("D", "VW")),
+}
 
 _EMBED, _OF_HEADS, _OF_MLP = _TOWER + "patch_embedder.", _ENCODER_LAYER + "self_attn.", _ENCODER_LAYER + "mlp."
 _BOUNDED = (
@@ -185,6 +195,7 @@ _TOWERS = {
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},
     **dict.fromkeys(INTERNVL, _INTERNVL),
     "LightOnOcrForConditionalGeneration": _LIGHT_ON_OCR,
+    "PaddleOCRVLForConditionalGeneration": _PADDLE_OCR,
     **dict.fromkeys(WITH_PIXTRAL, _MISTRAL3),
     **dict.fromkeys(WITH_CLIP, _CLIP),
 }
@@ -192,14 +203,18 @@ _TOWERS = {
 
 # A norm of what such models don't read, and a constant.
 _UNREAD = ("post_layernorm.weight", "post_layernorm.bias", "embeddings.position_ids")
+# PaddleOCR-VL's head, which is SigLIP's, and what older code of it reads.
+_UNREAD_PARTS = tuple(f"{_VISUAL}vision_model.{part}." for part in ("head", "embeddings.packing_position_embedding"))
 _NUMBERED = re.compile(r"model\.vision_\w+\.(?:encoder|transformer)\.layers\.(\d+)\.")
 
 
 def is_unread(name: str, arch: ModelArch) -> bool:
     """Whether a tensor is of a part of a tower that the model doesn't read: layers after the last one that counts."""
     tower = arch.vision
-    if tower is None or not name.startswith("model.vision_"):
+    if tower is None or not name.startswith(("model.vision_", _VISUAL)):
         return False
+    if name.startswith(_UNREAD_PARTS):
+        return True
     of_layer = _NUMBERED.match(name)
     is_behind = of_layer is not None and int(of_layer[1]) >= tower.num_layers
     return is_behind or (not tower.last_norm and name.endswith(_UNREAD))

@@ -26,6 +26,7 @@ from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -231,6 +232,24 @@ def test_pictures_of_mistral_3_give_transformers_tokens(kind: str, tmp_path: Pat
     llm.close()
     assert answer.prompt_tokens == len(prompt)
     assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
+
+
+def test_pictures_of_paddleocr_vl_give_transformers_tokens(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "paddleocr_vl")
+    size = {"shortest_edge": 64, "longest_edge": 2048}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**LIMITS, "size": size}))
+    given = [picture(100, 42), picture(5, 24, seed=1)]
+    processor = PaddleOCRVLImageProcessorPil(size=size, **LIMITS)
+    cut = processor(images=given, return_tensors="pt")
+    counts = [int(grid.prod()) // 4 for grid in cut["image_grid_thw"]]
+    prompt = [11, START, *[IMAGE] * counts[0], END, 23, START, *[IMAGE] * counts[1], END, 35]
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    asked = {"prompt_token_ids": [11, START, IMAGE, END, 23, START, IMAGE, END, 35]}
+    data = {"image": [file_of(each) for each in given]}
+    (answer,) = llm.generate({**asked, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+    llm.close()
+    assert answer.prompt_tokens == len(prompt)
+    assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=True)
 
 
 @pytest.mark.parametrize("kind", daily(OF_CLIP, every=3))

@@ -38,7 +38,7 @@ class Served(NamedTuple):
         return request(request_id, grids, seed, frames=1, merge=merge, **params)
 
 
-ENGINES = [("llava", 16), ("lighton_ocr", 4), ("llava_mistral", 1), ("llava_qwen2", 64)]
+ENGINES = [("llava", 16), ("lighton_ocr", 4), ("paddleocr_vl", 16), ("llava_mistral", 1), ("llava_qwen2", 64)]
 
 
 @pytest.fixture(scope="module", params=daily(ENGINES, every=len(ENGINES)), ids=str)

@@ -643,3 +643,27 @@ def test_the_class_of_glm_46v_is_that_of_its_decoder(kind: str, name: str, tmp_p
         for each in (name, "Glm46V")
     )
     assert found == known and found.name == f"{name}ForConditionalGeneration"
+
+
+def test_a_flat_config_of_paddleocr_vl_gives_a_tower_of_one_frame(tmp_path: Path) -> None:
+    """As published: what the tower's object says of time belongs to no part of it."""
+    told: dict[str, Any] = {
+        "architectures": ["PaddleOCRVLForConditionalGeneration"], "compression_ratio": 1.0, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 1024, "ignored_index": -100, "image_token_id": 100295,
+        "intermediate_size": 3072, "max_position_embeddings": 131072, "model_type": "paddleocr_vl",
+        "num_attention_heads": 16, "num_hidden_layers": 18, "num_key_value_heads": 2, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+        "rope_theta": 500000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "use_bias": False, "video_token_id": 101307, "vision_start_token_id": 101305, "vocab_size": 103424,
+        "vision_config": {
+            "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304,
+            "layer_norm_eps": 1e-06, "model_type": "paddleocr_vl", "num_attention_heads": 16, "num_channels": 3,
+            "num_hidden_layers": 27, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "tokens_per_second": 2,
+        },
+    }  # fmt: skip
+    arch = read_values(tmp_path, told)
+    tower = arch.vision
+    assert tower is not None and arch.has_axes and not arch.tie_embeddings and not arch.ropes[0].interleaved
+    assert (tower.temporal_patch_size, tower.merge_size, tower.table_side, tower.positions) == (1, 2, 27, "edges")
+    assert (tower.out_size, tower.norm_eps, tower.merger_eps, tower.video_token_id) == (1024, 1e-6, 1e-5, -1)

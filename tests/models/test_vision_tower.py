@@ -50,14 +50,15 @@ FLOAT32 = jnp.dtype(jnp.float32)
     "kind",
     [
         "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "internvl_moe",
-        "lighton_ocr", "llava", "mistral", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+        "lighton_ocr", "llava", "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+        "qwen3_vl_moe", "qwen3_5",
     ],
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
     is_packed = kind.startswith(("qwen", "glm"))  # by transformers, too
-    assert arch.vision is not None and arch.has_axes == is_packed
+    assert arch.vision is not None and arch.has_axes == (is_packed or kind == "paddleocr_vl")
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
     merge, positions = arch.vision.merge_size, arch.vision.positions
@@ -140,7 +141,7 @@ def test_layouts_of_thin_and_least_images() -> None:
         for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm_ocr")
         for is_video in (False, True)
     ]
-    + [("qwen3_5", True)],
+    + [("qwen3_5", True), ("paddleocr_vl", False)],
 )
 def test_positions_of_tokens_are_those_of_transformers(kind: str, is_video: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)

@@ -34,6 +34,11 @@ CROPPED = ProcessorSettings(
     14, 1, 1, PixelSettings(336**2, 336**2, *CLIP), PixelSettings(336**2, 336**2, *CLIP), 32_000, -1, -1, -1,
     fixed_side=336, crops=True, takes_pixels=False,
 )  # fmt: skip
+# Of PaddleOCR-VL, as in transformers.
+LIFTED = ProcessorSettings(
+    14, 1, 2, PixelSettings(147456, 2359296, *CLIP), PixelSettings(147456, 2359296, *CLIP), 100_295, -1, 101_305,
+    101_306, lifts=True, takes_pixels=False,
+)  # fmt: skip
 # Of Gemma 3, as published.
 SQUARE = ProcessorSettings(
     14, 1, 4, PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std), PixelSettings(1, 896**2, PIXELS.mean, PIXELS.std),

@@ -20,6 +20,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil,
     get_optimal_tiled_canvas,
 )
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
@@ -36,6 +37,7 @@ from tests.preprocess.pictures import (
     CROPPED,
     FILLED,
     IN_LINES,
+    LIFTED,
     OLDER,
     SETTINGS,
     SMALL,
@@ -119,6 +121,20 @@ def test_patches_of_glm_4v_are_its_processors(width: int, height: int) -> None:
     part = part_of(given, STEPPED)
     assert [list(part.grid)] == expected["image_grid_thw"].tolist()
     np.testing.assert_array_equal(normalized(part, STEPPED), expected["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(1, 1), (27, 400), (400, 27), (417, 300), (2000, 11), (4, 700), (2600, 2000)]
+)
+def test_patches_of_paddleocr_vl_are_its_processors(width: int, height: int) -> None:
+    """A side shorter than a token's is scaled to that first."""
+    given = picture(width, height)
+    expected = PaddleOCRVLImageProcessorPil()(images=[given], return_tensors="np")
+    part = part_of(given, LIFTED)
+    assert [list(part.grid)] == expected["image_grid_thw"].tolist()
+    rows, columns = part.grid[1:]
+    squares = expected["pixel_values"].reshape(rows // 2, 2, columns // 2, 2, -1).transpose(0, 2, 1, 3, 4)
+    np.testing.assert_array_equal(normalized(part, LIFTED), squares.reshape(part.num_patches, -1))
 
 
 @pytest.mark.parametrize(

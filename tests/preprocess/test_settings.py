@@ -17,6 +17,7 @@ from tests.preprocess.pictures import (
     FILLED,
     IMAGENET,
     IN_LINES,
+    LIFTED,
     OLDER,
     SETTINGS,
     SQUARE,
@@ -310,6 +311,22 @@ def test_the_files_of_light_on_ocr_are_understood(tmp_path: Path) -> None:
     assert load_settings(tmp_path) == replace(IN_LINES, line_ends=None)
     with pytest.raises(CheckpointError, match="patch_size is 14, but only 28"):
         load_settings(write(tmp_path, config=config, preprocessor_config=PIXTRAL_IMAGE))
+
+
+def test_the_files_of_paddleocr_vl_are_understood(tmp_path: Path) -> None:
+    """Frames of a patch are those of its processor, whatever the tower's object says."""
+    vision = {"model_type": "paddleocr_vl", "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = {"model_type": "paddleocr_vl", "image_token_id": 100295, "vision_config": vision}
+    assert load_settings(write(tmp_path, config=config)) == LIFTED
+    image = {
+        "min_pixels": 147384, "max_pixels": 2822400, "patch_size": 14, "temporal_patch_size": 1, "merge_size": 2,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "PaddleOCRVLImageProcessor",
+    }  # fmt: skip
+    pixels = PixelSettings(147384, 2822400, (0.5,) * 3, (0.5,) * 3)
+    write(tmp_path, config=config, preprocessor_config=image)
+    assert load_settings(tmp_path) == replace(LIFTED, image=pixels, video=pixels)
+    with pytest.raises(CheckpointError, match="temporal_patch_size is 2, but only 1"):
+        load_settings(write(tmp_path, config=config, preprocessor_config={**image, "temporal_patch_size": 2}))
 
 
 LLAVA = {

@@ -190,6 +190,31 @@ SIGLIP = VisionFamily(
     },
 )
 
+# PaddleOCR-VL's: SigLIP's, whose patches turn, too.
+PADDLE_OCR_TOWER = VisionFamily(
+    100_295,
+    None,
+    deepstack_layers=None,
+    sections=(16, 24, 24),
+    takes_turns=False,
+    last_norm=True,
+    positions="edges",
+    out_size_told=False,
+    merger_eps=1e-5,
+    frames=1,
+    frames_told=False,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    defaults={
+        "num_hidden_layers": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "patch_size": 14,
+        "image_size": 384,
+    },
+)
+
 GEMMA4_TOWER = VisionFamily(
     258_880,
     258_884,

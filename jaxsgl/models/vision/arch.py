@@ -26,7 +26,7 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -37,8 +37,8 @@ class VisionArch:
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image; 0: patches have none.
       positions: how patches have them: "square", between those of a square that is spread over the image, corners on
-        corners; "cubic", the same with edges on edges, by cubics; "axes", the sum of that of the column and that of
-        the row.
+        corners; "edges", the same with edges on edges; "cubic", that by cubics; "axes", the sum of that of the column
+        and that of the row.
       deepstack_layers: layers whose outputs become embeddings, too; the j-th is added behind the decoder's layer j.
       activation: of the MLPs.
       gated: MLPs have a gate next to what they go through.
@@ -202,9 +202,9 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         hidden_size=width,
         num_heads=count("num_heads", 16),
         ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
-        out_size=count("out_hidden_size", 3584) if family.merger in ("mlp", "gated") else hidden_size,
+        out_size=_read_out_size(config, family, hidden_size),
         patch_size=patch_size,
-        temporal_patch_size=config.count("temporal_patch_size", family.frames),
+        temporal_patch_size=config.count("temporal_patch_size", family.frames) if family.frames_told else family.frames,
         channels=count("in_channels", config.count("in_chans", CHANNELS)),
         merge_size=merge_size,
         table_side=image_side or _read_table_side(config, family),
@@ -232,7 +232,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         attention_scale=family.attention_scale,
         clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
         norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
-        merger_eps={"projected": rms_norm_eps, "gated": MERGER_EPS, "square": MERGER_EPS}.get(family.merger, norm_eps),
+        merger_eps=family.merger_eps or _merger_eps(family, rms_norm_eps, norm_eps),
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
@@ -251,6 +251,16 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     )
     _check(arch, config, family.keys.get("out_hidden_size", "out_hidden_size"), hidden_size)
     return _as_processed(arch, family, whole.path.parent)
+
+
+def _read_out_size(config: ConfigFile, family: VisionFamily, hidden_size: int) -> int:
+    if family.merger not in ("mlp", "gated") or not family.out_size_told:
+        return hidden_size
+    return config.count(family.keys.get("out_hidden_size", "out_hidden_size"), 3584)
+
+
+def _merger_eps(family: VisionFamily, of_decoder: float, of_layers: float) -> float:
+    return {"projected": of_decoder, "gated": MERGER_EPS, "square": MERGER_EPS}.get(family.merger, of_layers)
 
 
 def _read_merger_ffn(config: ConfigFile, family: VisionFamily, hidden_size: int) -> int:
@@ -347,7 +357,7 @@ def _read_table_side(config: ConfigFile, family: VisionFamily) -> int:
         return 0
     if family.positions == "axes":
         return config.count("position_embedding_size")
-    if family.positions == "cubic":
+    if family.positions in ("edges", "cubic"):
         return config.count("image_size") // config.count("patch_size")
     side = math.isqrt(positions := config.count("num_position_embeddings", 2304))
     if side * side != positions:
