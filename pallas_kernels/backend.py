@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.delta_tokens import Heads, Sequences, Solved, StateTokens
 from pallas_kernels.experts import GatedUnit, Groups, UnitWeights
 from pallas_kernels.latent import LatentHeads, LatentQkv
-from pallas_kernels.norm import Update
+from pallas_kernels.norm import Addend
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import PagedKv
@@ -128,7 +128,7 @@ class AddAndNorm(Protocol):
     def __call__(
         self,
         x: jax.Array,
-        update: Update,
+        update: Addend,
         scales: jax.Array,
         row: int,
         eps: float,

@@ -30,7 +30,7 @@ class Biased:
 class Finished:
     """An update on which something is still to be done, in this order, before it is added."""
 
-    update: jax.Array | Biased | Choices
+    update: "Update"
     scales: jax.Array | None = None
     """`[L, D]`, of which the update's own RMSNorm takes `row`; None: it has none."""
     row: int | jax.Array | None = None
@@ -44,8 +44,9 @@ class Finished:
 
 
 # What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, one of these before its bias is
-# added, or the results of experts; or one of all these before it is finished.
-Update: TypeAlias = jax.Array | Biased | Choices | Finished
+# added, or the results of experts.
+Update: TypeAlias = jax.Array | Biased | Choices
+Addend: TypeAlias = Update | Finished
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
@@ -83,7 +84,7 @@ def row_of(stack: jax.Array, row: int | jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 
 def add_then_norm(
-    x: jax.Array, update: Update, scales: jax.Array, row: int, eps: float, biases: jax.Array | None = None
+    x: jax.Array, update: Addend, scales: jax.Array, row: int, eps: float, biases: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """See `add_and_norm`."""
     x = x + sum_parts(update, x)
@@ -96,7 +97,7 @@ def biased(normed: jax.Array, biases: jax.Array, row: int) -> jax.Array:
     return (normed.astype(jnp.float32) + row_of(biases, row, jnp.dtype(jnp.float32))).astype(normed.dtype)
 
 
-def sum_parts(update: Update, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+def sum_parts(update: Addend, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
     if isinstance(update, Finished):
         return _finished(update, x)

@@ -51,7 +51,7 @@ from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Finished, Update, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Addend, Finished, Update, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
@@ -400,17 +400,18 @@ class DecoderLayers(Matrices):
             total = sum(sum_parts(each, wide).astype(wide.dtype) for each in updates)
             assert isinstance(total, jax.Array), "there is an update"
             update = total[None] if self.arch.centred else total.astype(x_TD.dtype)  # a part is rounded later
+        added: Addend = update
         if self.arch.centred or out_norm is not None or scale is not None:
             norms, row = (None, None) if out_norm is None else out_norm
-            update = Finished(update, norms, row, eps, self.arch.centred, scale)
+            added = Finished(update, norms, row, eps, self.arch.centred, scale)
         if next_norm is None:
-            x_TD = x_TD + sum_parts(update, x_TD)
+            x_TD = x_TD + sum_parts(added, x_TD)
             return x_TD, x_TD
         take_rounded = [each is not None and rounds_rows(x_TD.dtype, each) for each in readers]
         if take_rounded and all(take_rounded) and next_norm.bias is None:
-            return add_and_norm_in_float8(x_TD, update, *next_norm.scale, eps, backend=kernels.add_and_norm)
+            return add_and_norm_in_float8(x_TD, added, *next_norm.scale, eps, backend=kernels.add_and_norm)
         biases = None if next_norm.bias is None else next_norm.bias[0]  # whose row is that of the scales
-        return add_and_norm(x_TD, update, *next_norm.scale, eps, biases=biases, backend=kernels.add_and_norm)
+        return add_and_norm(x_TD, added, *next_norm.scale, eps, biases=biases, backend=kernels.add_and_norm)
 
 
 class Decoder(DecoderLayers):

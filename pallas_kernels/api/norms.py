@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_kernel_or_xla
 from pallas_kernels.experts import Choices
-from pallas_kernels.norm import Biased, Finished, Update, add_then_norm
+from pallas_kernels.norm import Addend, Biased, Finished, add_then_norm
 from pallas_kernels.scaled import ROW_GROUP, ScaledRows, rounded_rows
 
 
 def add_and_norm(
     x: jax.Array,
-    update: Update,
+    update: Addend,
     scales: jax.Array,
     row: int,
     eps: float,
@@ -47,7 +47,7 @@ def add_and_norm(
 
 def add_and_norm_in_float8(
     x: jax.Array,
-    update: Update,
+    update: Addend,
     scales: jax.Array,
     row: int,
     eps: float,
@@ -68,7 +68,7 @@ def add_and_norm_in_float8(
 
 def _add_and_norm(
     x: jax.Array,
-    update: Update,
+    update: Addend,
     scales: jax.Array,
     row: int,
     eps: float,
@@ -91,7 +91,7 @@ def _add_and_norm(
     return kernel(x, update, scales, row, eps, biases, in_float8, interpret)
 
 
-def _check_update(update: Update, x: jax.Array) -> None:
+def _check_update(update: Addend, x: jax.Array) -> None:
     if isinstance(update, Finished):
         norms = update.scales
         if norms is not None and (norms.ndim != 2 or norms.shape[1:] != x.shape[1:] or update.row is None):

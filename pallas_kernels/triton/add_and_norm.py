@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.experts import Choices
-from pallas_kernels.norm import Biased, Finished, Update
+from pallas_kernels.norm import Addend, Biased, Finished
 from pallas_kernels.paged_kv import FLOAT8
 from pallas_kernels.scaled import ROW_GROUP, ScaledRows
 from pallas_kernels.triton.float8_rows import rounded_groups
@@ -25,7 +25,7 @@ from pallas_kernels.triton.tiles import index_of
 _MAX_SIZE = 1 << 14
 
 
-def refuse_add_and_norm(x: jax.Array, update: Update) -> str | None:
+def refuse_add_and_norm(x: jax.Array, update: Addend) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     if x.shape[-1] > _MAX_SIZE:
         return f"rows have {x.shape[-1]} numbers; it takes at most {_MAX_SIZE}"
@@ -34,7 +34,7 @@ def refuse_add_and_norm(x: jax.Array, update: Update) -> str | None:
 
 def add_and_norm(
     x: jax.Array,
-    update: Update,
+    update: Addend,
     scales: jax.Array,
     row: int,
     eps: float,
@@ -44,14 +44,14 @@ def add_and_norm(
 ) -> tuple[jax.Array, jax.Array | ScaledRows]:
     """See `backend.AddAndNorm`."""
     if isinstance(update, Finished) and update.row is not None:
-        update = dataclasses.replace(update, row=index_of(update.row))
+        update = dataclasses.replace(update, row=jnp.full((1,), update.row, jnp.int32))
     return _of_any_row(x, update, scales, index_of(row), eps, biases, in_float8, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "in_float8", "interpret"))
 def _of_any_row(
     x: jax.Array,
-    update: Update,
+    update: Addend,
     scales: jax.Array,
     row: jax.Array,
     eps: float,
@@ -83,7 +83,7 @@ def _kernel(
     num_results = 3 if in_float8 else 2
     update, scales_ref, biases_ref = jax.tree.unflatten(tree, refs[:-num_results])
     total_ref, *normed_refs = refs[-num_results:]
-    finished = update if isinstance(update, Finished) else Finished(update)
+    finished: Any = update if isinstance(update, Finished) else Finished(update)  # of references
     row = row_ref[0]  # first: the scales wait for it while the sum is computed
     own_row = None if finished.row is None else finished.row[0]
     token = pl.program_id(0)

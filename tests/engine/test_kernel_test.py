@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def test_ranks_test_attention_as_their_own_devices_share_it_and_experts_as_all_d
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(configuration("qwen3_moe") | sizes))
 
-    def shapes(**flags: Any) -> dict[str, Any]:
+    def shapes(**flags: Any) -> Mapping[str, Any]:
         config = EngineConfig(model=str(tmp_path), quantization="int8", **flags)
         arch = read_arch(config, tmp_path)
         return KernelTester("gpu").request(config, arch, asked_kernels(config, arch)).shapes

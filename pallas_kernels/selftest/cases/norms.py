@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
-from pallas_kernels.norm import Biased, Finished, Update
+from pallas_kernels.norm import Addend, Biased, Finished
 from pallas_kernels.selftest.batches import normal
 from pallas_kernels.selftest.case import FLOAT8_TOLERANCE, TOLERANCE, Case
 from pallas_kernels.selftest.cases.arguments import EPS, NUM_PARTS, ROW, in_float32, in_parts_of
@@ -30,7 +30,8 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
         bias = normal(keys[3], 1.0, shape=(shapes.hidden_size,), dtype=dtype)
         scales = normal(keys[2], 1.0, shape=(ROW + 2, shapes.hidden_size), dtype=jnp.dtype(shapes.norm_dtype))
         update = _update(product, bias, scales, shapes)
-        wide = in_float32(x), _update(*in_float32((product, bias, scales)), shapes), in_float32(scales)
+        wide_scales = in_float32(scales)
+        wide = in_float32(x), _update(in_float32(product), in_float32(bias), wide_scales, shapes), wide_scales
 
         yield Case(
             f"{num_tokens} tokens" + (" in parts" if parts else ""),
@@ -47,7 +48,7 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
 
 
-def _update(product: jax.Array, bias: jax.Array, scales: jax.Array, shapes: KernelShapes) -> Update:
+def _update(product: jax.Array, bias: jax.Array, scales: jax.Array, shapes: KernelShapes) -> Addend:
     """What the model's layers make of a product."""
     update = Biased(product, bias) if shapes.has_out_bias else product
     if not shapes.has_out_norms and not shapes.is_centred and shapes.residual_scale is None:
@@ -57,13 +58,13 @@ def _update(product: jax.Array, bias: jax.Array, scales: jax.Array, shapes: Kern
 
 
 def _added(
-    x: jax.Array, update: Update, scales: jax.Array, has_bias: bool, backend: str, interpret: bool
+    x: jax.Array, update: Addend, scales: jax.Array, has_bias: bool, backend: str, interpret: bool
 ) -> list[jax.Array]:
     biases = scales if has_bias else None  # any numbers
     return list(_norm_jit(x, update, scales, biases=biases, backend=backend, interpret=interpret))
 
 
-def _added_in_float8(x: jax.Array, update: Update, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
+def _added_in_float8(x: jax.Array, update: Addend, scales: jax.Array, backend: str, interpret: bool) -> list[jax.Array]:
     total, normed = _rounded_norm_jit(x, update, scales, backend=backend, interpret=interpret)
     return [total, normed.values(jnp.float32)]
 
