@@ -90,6 +90,10 @@ GLM_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 4, "topk_group": 2,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True,
 }  # fmt: skip
+EXAONE: dict[str, Any] = {
+    "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 GLM46V: dict[str, Any] = {"model_type": "glm4v_moe_text", **GLM_EXPERTS}
 # Of decoders whose images are told by lines.
 IN_LINES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": None}
@@ -159,6 +163,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     },
     "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration, IN_PART | GLM46V),
     "paddleocr_vl": (transformers.PaddleOCRVLConfig, transformers.PaddleOCRVLForConditionalGeneration, OF_ALL),
+    "exaone4_5": (transformers.Exaone4_5_Config, transformers.Exaone4_5_ForConditionalGeneration, EXAONE),
     "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
     **{
         kind: (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration, IN_TILES | of_kind)
@@ -206,6 +211,10 @@ TOWERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
         }
         for kind in OF_CLIP
+    },
+    "exaone4_5": {
+        "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_key_value_heads": 2,
+        "out_hidden_size": 64, "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1, 3],
     },
     "paddleocr_vl": {
         "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2, "patch_size": 4,
@@ -264,6 +273,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     text = {**TEXT, **of_kind, **text_changes}
     vision = TOWERS.get(kind, VISION)
     ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in (*WITH_LINES, *OF_CLIP) else IDS
+    if kind == "exaone4_5":
+        ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     if kind == "lighton_ocr":
         ids = {"image_token_id": IMAGE, "tie_word_embeddings": False}
     if kind in OF_PIXTRAL:
@@ -393,7 +404,9 @@ def request(
 def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
-    is_older = model.config.model_type.startswith(("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle"))
+    is_older = model.config.model_type.startswith(
+        ("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle", "exaone")
+    )
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)
     by_channel = pixels.reshape(len(pixels), 3, -1)
@@ -475,8 +488,9 @@ def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.nd
         else:
             media = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
     model.model.rope_deltas = None
+    of_tokens = {} if model.config.model_type == "exaone4_5" else {"mm_token_type_ids": types}
     with torch.no_grad():
-        logits: np.ndarray = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **media).logits[0].numpy()
+        logits: np.ndarray = model(input_ids=ids, use_cache=False, **of_tokens, **media).logits[0].numpy()
     return logits
 
 

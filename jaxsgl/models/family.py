@@ -110,6 +110,7 @@ class VisionFamily:
       first_norm_last: see `VisionArch`.
       joint_norms_key: the key that says whether `joint_norms` of `VisionArch` hold; None: they don't.
       qkv_bias_key: the key that says whether q, k and v have biases; None: they do if `layer_bias` holds.
+      kv_heads_key: the key of the number of heads of keys and values; None: there are as many as of queries.
       positions: see `VisionArch`.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
       merger: see `VisionArch`. Of "projected" and "pooled" keys stand beside the tower's object. Of "pooled", and with
@@ -156,6 +157,7 @@ class VisionFamily:
     norm_key: str | None = None
     joint_norms_key: str | None = None
     qkv_bias_key: str | None = None
+    kv_heads_key: str | None = None
     value_norms: bool = False
     attention_scale: float | None = None
     rope_alternates: bool = False

@@ -153,7 +153,32 @@ _QWEN3_VL = _OfModel(16, (65536, 16777216), (4096, 25165824), _HALF, _HALF)
 _QWEN2_VL = _OfModel(14, (3136, 1003520), (100352, 602112), *_CLIP, by_frame=True)
 # By `model_type` of config.json; others are as Qwen3-VL.
 _MODELS = {"qwen2_vl": _QWEN2_VL, "qwen2_5_vl": _QWEN2_VL._replace(positions_per_s=4.0)}
+
+
+class _Alone(NamedTuple):
+    """What holds of a model that takes pictures alone, where its folder says nothing.
+
+    Attributes:
+      of_model: limits of pixels, and normalization.
+      temporal_patch_size: times that a picture stands in a patch.
+      image_token_id, start_token_id, end_token_id: the placeholder, and what stands around it; -1: nothing does.
+      lifts: see `ProcessorSettings`.
+    """
+
+    of_model: _OfModel
+    temporal_patch_size: int
+    image_token_id: int
+    start_token_id: int = -1
+    end_token_id: int = -1
+    lifts: bool = False
+
+
 _PADDLE_OCR = _OfModel(14, (384 * 384, 1536 * 1536), (384 * 384, 1536 * 1536), *_CLIP)
+# By `model_type`, too.
+_ALONE = {
+    "exaone4_5": _Alone(_QWEN2_VL, 2, 67),
+    "paddleocr_vl": _Alone(_PADDLE_OCR, 1, 100_295, 101_305, 101_306, lifts=True),
+}
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
 _GLM4V_TOKENS = {
@@ -182,8 +207,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_mistral3(folder, config, vision, image, both)
     if config.get("model_type") == "lighton_ocr":
         return _of_light_on_ocr(folder, config, vision, image, both)
-    if config.get("model_type") == "paddleocr_vl":
-        return _of_paddle_ocr(folder, config, vision, image)
+    if (alone := _ALONE.get(str(config.get("model_type")))) is not None:
+        return _of_pictures(folder, config, vision, image, alone)
     if config.get("model_type") == "llava":
         of_tower = _of_llava_pixtral if vision.get("model_type") == "pixtral" else _of_llava
         return of_tower(folder, config, vision, image, both)
@@ -306,24 +331,24 @@ def _with_lines(folder: Path, settings: ProcessorSettings, both: dict[str, Any])
     return replace(settings, line_ends=(end, last))
 
 
-def _of_paddle_ocr(
-    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any]
+def _of_pictures(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], alone: _Alone
 ) -> ProcessorSettings:
     """Pictures alone, scaled as Qwen2-VL's."""
     sizes = {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
-    _check_processor(folder / _IMAGE_FILE, image, sizes | {"temporal_patch_size": 1})
+    sizes["temporal_patch_size"] = alone.temporal_patch_size
+    _check_processor(folder / _IMAGE_FILE, image, sizes)
     try:
-        pixels = _pixels(image, _PADDLE_OCR.image, _PADDLE_OCR)
+        pixels = _pixels(image, alone.of_model.image, alone.of_model)
         return ProcessorSettings(
             **sizes,
-            temporal_patch_size=1,
             image=pixels,
             video=pixels,
-            image_token_id=config.get("image_token_id", 100_295),
+            image_token_id=config.get("image_token_id", alone.image_token_id),
             video_token_id=-1,
-            vision_start_token_id=config.get("vision_start_token_id", 101_305),
-            vision_end_token_id=config.get("vision_end_token_id", 101_306),
-            lifts=True,
+            vision_start_token_id=config.get("vision_start_token_id", alone.start_token_id),
+            vision_end_token_id=config.get("vision_end_token_id", alone.end_token_id),
+            lifts=alone.lifts,
             takes_pixels=False,
         )
     except (TypeError, ValueError) as error:

@@ -141,7 +141,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     if vision is not None:
         of_vision = {
             "VM": vision.hidden_size,
-            "V3M": 3 * vision.hidden_size,
+            "V3M": vision.hidden_size + 2 * vision.kv_size,
             "VF": vision.ffn_size,
             "VG": vision.table_len,
             "V1": 1,

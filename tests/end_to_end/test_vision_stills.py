@@ -35,10 +35,18 @@ class Served(NamedTuple):
         if self.kind not in OF_CLIP:
             grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(num_images)]
         merge = MERGES.get(self.kind, 2)
-        return request(request_id, grids, seed, frames=1, merge=merge, **params)
+        frames = 2 if self.kind == "exaone4_5" else 1
+        return request(request_id, grids, seed, frames=frames, merge=merge, **params)
 
 
-ENGINES = [("llava", 16), ("lighton_ocr", 4), ("paddleocr_vl", 16), ("llava_mistral", 1), ("llava_qwen2", 64)]
+ENGINES = [
+    ("llava", 16),
+    ("lighton_ocr", 4),
+    ("paddleocr_vl", 16),
+    ("exaone4_5", 1),
+    ("llava_mistral", 1),
+    ("llava_qwen2", 64),
+]
 
 
 @pytest.fixture(scope="module", params=daily(ENGINES, every=len(ENGINES)), ids=str)

@@ -667,3 +667,17 @@ def test_a_flat_config_of_paddleocr_vl_gives_a_tower_of_one_frame(tmp_path: Path
     assert tower is not None and arch.has_axes and not arch.tie_embeddings and not arch.ropes[0].interleaved
     assert (tower.temporal_patch_size, tower.merge_size, tower.table_side, tower.positions) == (1, 2, 27, "edges")
     assert (tower.out_size, tower.norm_eps, tower.merger_eps, tower.video_token_id) == (1024, 1e-6, 1e-5, -1)
+
+
+def test_a_config_of_exaone_4_5_gives_a_tower_whose_heads_share_keys(tmp_path: Path) -> None:
+    config_class, _, text = KINDS["exaone4_5"]
+    tower = {"out_hidden_size": 64, "hidden_size": 2048, "num_heads": 32, "num_key_value_heads": 8}
+    told = config_class(text_config={**TEXT, **text}, vision_config=tower).to_dict()
+    told["architectures"] = ["Exaone4_5_ForConditionalGeneration"]
+    arch = read_values(tmp_path, told)
+    assert arch.vision is not None and not arch.has_axes and arch.vision.window == 4
+    assert (arch.vision.num_heads, arch.vision.num_kv_heads, arch.vision.kv_size) == (32, 8, 512)
+    assert (arch.vision.image_token_id, arch.vision.video_token_id, arch.vision.ffn_size) == (67, -1, 3420)
+    told["vision_config"]["num_key_value_heads"] = 5
+    with pytest.raises(CheckpointError, match="32 heads of vision_config can't share 5 kv heads evenly"):
+        read_values(tmp_path, told)

@@ -49,16 +49,16 @@ FLOAT32 = jnp.dtype(jnp.float32)
 @pytest.mark.parametrize(
     "kind",
     [
-        "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "internvl_moe",
-        "lighton_ocr", "llava", "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
-        "qwen3_vl_moe", "qwen3_5",
+        "exaone4_5", "gemma3", "gemma4", "gemma4_small", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl",
+        "internvl_moe", "lighton_ocr", "llava", "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl",
+        "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     ],
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     arch = ModelArch.from_folder(tmp_path)
-    is_packed = kind.startswith(("qwen", "glm"))  # by transformers, too
-    assert arch.vision is not None and arch.has_axes == (is_packed or kind == "paddleocr_vl")
+    is_packed = kind.startswith(("qwen", "glm", "exaone"))  # by transformers, too
+    assert arch.vision is not None and arch.has_axes == kind.startswith(("qwen", "glm", "paddle"))
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
     merge, positions = arch.vision.merge_size, arch.vision.positions

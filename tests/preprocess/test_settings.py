@@ -329,6 +329,17 @@ def test_the_files_of_paddleocr_vl_are_understood(tmp_path: Path) -> None:
         load_settings(write(tmp_path, config=config, preprocessor_config={**image, "temporal_patch_size": 2}))
 
 
+def test_a_folder_of_exaone_45_takes_pictures_alone(tmp_path: Path) -> None:
+    """Its placeholder stands alone, and pixels are Qwen2-VL's."""
+    config = {**older("exaone4_5"), "image_token_id": 67}
+    config = {key: value for key, value in config.items() if not key.startswith("vision_") or key == "vision_config"}
+    found = load_settings(write(tmp_path, config=config, preprocessor_config=OLDER_IMAGE))
+    assert found is not None and found.image == OLDER.image and not found.takes_pixels
+    assert (found.patch_size, found.temporal_patch_size, found.merge_size, found.fixed_side) == (14, 2, 2, None)
+    told = (found.image_token_id, found.video_token_id, found.vision_start_token_id, found.vision_end_token_id)
+    assert told == (67, -1, -1, -1)
+
+
 LLAVA = {
     "model_type": "llava", "image_token_index": 32000,
     "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},

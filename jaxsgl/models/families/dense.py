@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxsgl.models.families.towers import (
+    EXAONE_TOWER,
     GEMMA4_TOWER,
     GLM4V_TOWER,
     GLM_OCR_TOWER,
@@ -239,7 +240,7 @@ _GLM4V = replace(
     ignored=GLM4V_TOKENS,
 )
 
-# EXAONE 4.0, which sees images in 4.5; the text alone is served of that.
+# EXAONE 4.0, which sees images in 4.5.
 _EXAONE4 = Family(
     norms="post",
     qk_norm="head",
@@ -471,7 +472,8 @@ DENSE: dict[str, Family] = {
     "Exaone4_5_ForConditionalGeneration": replace(
         _EXAONE4,
         section="text_config",
-        ignored=frozenset({"image_token_id", "num_nextn_predict_layers", "video_token_id", "vision_config"}),
+        vision=EXAONE_TOWER,
+        ignored=frozenset({"image_token_id", "num_nextn_predict_layers", "video_token_id"}),
     ),
     "GemmaForCausalLM": Family(
         norm_offset=1,

@@ -42,6 +42,16 @@ QWEN2_5_VL_TOWER = replace(
     defaults={"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
 )
 
+# EXAONE 4.5's, to whose decoder tokens of images are as text.
+EXAONE_TOWER = replace(
+    QWEN2_5_VL_TOWER,
+    image_token_id=67,
+    video_token_id=None,
+    sections=None,
+    kv_heads_key="num_key_value_heads",
+    defaults={**QWEN2_5_VL_TOWER.defaults, "num_key_value_heads": 8},
+)
+
 QWEN3_VL_TOWER = VisionFamily(151_655, 151_656, deepstack_layers=(8, 16, 24), sections=(24, 20, 20))
 
 QWEN3_5_TOWER = VisionFamily(248_056, 248_057, deepstack_layers=(), sections=(11, 11, 10))

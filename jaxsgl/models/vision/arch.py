@@ -26,7 +26,7 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, PaddleOCR-VL, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -49,6 +49,7 @@ class VisionArch:
       sandwich: what attention and the MLP make passes a norm before it is added.
       head_norms, value_norms: each head's queries and keys pass norms before they turn; its values one without scales.
       joint_norms: queries of all heads pass one norm together, and keys another one.
+      num_kv_heads: heads of keys and values, each for as many of queries; 0: one for each.
       qkv_bias: queries, keys and values have biases, if those of layers are there.
       class_token: each image has one more patch in all layers, which is the same for all images, and becomes no token.
       layer_scales: what attention and the MLP make is scaled, number by number, before it is added.
@@ -105,6 +106,7 @@ class VisionArch:
     sandwich: bool = False
     head_norms: bool = False
     joint_norms: bool = False
+    num_kv_heads: int = 0
     qkv_bias: bool = True
     class_token: bool = False
     layer_scales: bool = False
@@ -134,6 +136,11 @@ class VisionArch:
     def head_dim(self) -> int:
         """H."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers of all keys of a patch, or of all values."""
+        return (self.num_kv_heads or self.num_heads) * self.head_dim
 
     @property
     def patch_len(self) -> int:
@@ -225,6 +232,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         sandwich=family.sandwich,
         head_norms=family.head_norms,
         joint_norms=family.joint_norms_key is not None and bool(config.get(family.joint_norms_key, False)),
+        num_kv_heads=0 if family.kv_heads_key is None else config.count(family.kv_heads_key),
         qkv_bias=family.qkv_bias_key is None or bool(config.get(family.qkv_bias_key, False)),
         class_token=family.class_token,
         layer_scales=family.layer_scales,
@@ -444,4 +452,8 @@ def _check(arch: VisionArch, config: ConfigFile, out_key: str, hidden_size: int)
         raise CheckpointError(
             f"{config.path}: vision_config has {arch.num_heads} heads in a hidden size of {arch.hidden_size}, but "
             "needs heads whose size is a multiple of 4"
+        )
+    if arch.num_kv_heads and arch.num_heads % arch.num_kv_heads:
+        raise CheckpointError(
+            f"{config.path}: {arch.num_heads} heads of vision_config can't share {arch.num_kv_heads} kv heads evenly"
         )

@@ -172,7 +172,7 @@ class Tower(Matrices):
         if arch.clips:
             bounds = jnp.zeros((layers, len(_BOUNDED), 4), dtype)
             self.bounds = nnx.Param(bounds, axes=(None,) * 3, mean=0.0, std=0.0)
-        shapes = {"qkv": (3 * m, m), "o": (m, m), "gate": (f, m), "fc1": (f, m), "fc2": (m, f)}
+        shapes = {"qkv": (m + 2 * arch.kv_size, m), "o": (m, m), "gate": (f, m), "fc1": (f, m), "fc2": (m, f)}
         for name, shape in shapes.items():
             if arch.gated or name != "gate":
                 _linear(self, name, (layers, *shape), dtype, arch.layer_bias and (arch.qkv_bias or name != "qkv"))
@@ -278,10 +278,13 @@ class Tower(Matrices):
             parts = zip("qkv", jnp.split(of("qkv"), 3), strict=True)
             made = [self._bounded(name, read_PM, of, weights) for name, weights in parts]
         else:
-            made = jnp.split(_through(self, "qkv", read_PM, of), 3, axis=-1)
+            stops = (arch.hidden_size, arch.hidden_size + arch.kv_size)
+            made = jnp.split(_through(self, "qkv", read_PM, of), stops, axis=-1)
         if arch.joint_norms:
             made[:2] = [root_norm(each, of(f"{name}_norm"), JOINT_EPS) for each, name in zip(made, "qk", strict=False)]
-        q, k, v = (each.reshape(len(read_PM), arch.num_heads, arch.head_dim) for each in made)
+        q, k, v = (each.reshape(len(read_PM), -1, arch.head_dim) for each in made)
+        if arch.num_kv_heads:
+            k, v = (jnp.repeat(each, arch.num_heads // arch.num_kv_heads, axis=1) for each in (k, v))
         return q, k, v
 
     def _bounded(self, name: str, x: jax.Array, of: OfName, weights: jax.Array | None = None) -> jax.Array:
