@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
+from flax import nnx
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import EngineOp, PageLayout, PlaceAdapter
@@ -25,6 +25,7 @@ from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
+from jaxsgl.engine.drafting.draft import Drafting
 from jaxsgl.engine.drafting.drafters import load_drafting, with_drafting
 from jaxsgl.engine.kernels.choice import kernel_flags
 from jaxsgl.engine.kernels.tester import KernelTester
@@ -44,7 +45,7 @@ from jaxsgl.engine.start.memory import (
     least_free_memory,
     loading_weights,
 )
-from jaxsgl.engine.start.opening import in_words, open_model
+from jaxsgl.engine.start.opening import Opened, in_words, open_model
 from jaxsgl.engine.start.sizing import (
     NO_ADAPTERS,
     STEP_SHARE,
@@ -62,11 +63,9 @@ from jaxsgl.engine.weight_store import EngineWeightStore, abstract_params, read_
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts
 from jaxsgl.logs import StartParts
-from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.models import ModelArch, abstract_model, kv_cache_flag
-from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.models import Decoder, Params, abstract_model
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
-from jaxsgl.weights import load_kv_scales
+from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import bytes_on_each_device
 
 logger = logging.getLogger(__name__)
@@ -110,112 +109,69 @@ class Engine:
         """
         start_s, parts = time.monotonic(), StartParts()
         opened = open_model(config, kernel_tester, hosts)
-        folder, kernels, (mesh,), precision = opened.folder, opened.kernels, opened.meshes, opened.precision
-        parts.end("devices and kernels")
-        dtype, activations, kv_dtype = precision
-        own_devices = list(mesh.local_devices)
-        device, platform, jax_share = opened.device, opened.platform, opened.jax_share
+        (mesh,) = opened.meshes
         self.arch, self.files = opened.arch, opened.files
-        graphdef, shapes = abstract_model(self.arch, dtype, activations)
-        check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
-        kv_scales = None
-        adapter_plan = plan_adapters(config.lora, self.arch)
+        parts.end("devices and kernels")
         self.compiled = opened.program_set(progress, hosts.num_threads)
-        pool_size = NO_ADAPTERS if adapter_plan is None else adapter_plan.size
-        with loading_weights(device, jax_share):
-            params = read_params(config, folder, self.arch, dtype, mesh)
-            if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
-                kv_scales = load_kv_scales(folder, self.arch)
-            states = choose_states(config, self.arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
-            drafting = load_drafting(config, folder, self.arch, precision, states, mesh)
-            states = with_drafting(states, drafting, choose_num_rows(config, platform))
-            self._draft_leaves: list[jax.Array] = jax.tree.leaves(drafting.params)
-            jax.block_until_ready(params)  # so that memory in use is what will stay in use
-            self.adapters: EngineAdapters | None = None
-            if adapter_plan is not None:
-                self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
+        loaded = _load(config, opened, self.compiled)
+        states, self.adapters = loaded.states, loaded.adapters
         parts.end("weights")
-
-        abstract = abstract_params(params)
-        images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
-        product = product_of_token(self.arch, activations)
-
-        def spec_of(capacity: Capacity) -> ProgramSpec:
-            state = abstract_state(states, capacity, mesh, images)
-            pool = None if self.adapters is None else self.adapters.abstract
-            masks = config.grammar_backend != "none"
-            return ProgramSpec(
-                graphdef, abstract, state, kernels, mesh, kv_scales, pool, capacity.tower, masks, drafting, product
-            )
-
-        memory = least_free_memory(own_devices, config.mem_fraction_static, jax_share)
-        static_bytes, all_bytes = hosts.least("the memory", (memory.static_bytes, memory.all_bytes))
-        memory = replace(memory, static_bytes=static_bytes, all_bytes=all_bytes)
+        memory = _shared_memory(config, opened, hosts)
         with step_failure("the programs can't be compiled", memory.account):
             beside_bytes = reserved_bytes(states.page_bytes) if moves_pages else 0
-            self.capacity, self.programs = _compile(
-                config, self.arch, states, memory, self.compiled, spec_of, beside_bytes, pool_size
-            )
+            self.capacity, self.programs = _compile(config, opened, loaded, memory, self.compiled, beside_bytes)
         parts.end("programs")
         self.buckets = self.programs.buckets
         same_programs(self.compiled, self.capacity, hosts)
         with step_failure("the KV pool can't be allocated", memory.account):
-            state = jax.block_until_ready(allocate(states, self.capacity, mesh, images))
+            state = jax.block_until_ready(allocate(states, self.capacity, mesh, opened.images))
         self._layer_states, self._mesh = states, mesh
         moves_rows = self.capacity.tower is not None and self.capacity.tower.host_bytes > 0
         with step_failure("the programs that copy pages and rows can't run", memory.account):
             spec = self.programs.spec.state
             self._page_io = PageIo(self.compiled, spec, states, mesh, pages=moves_pages, rows=moves_rows)
             state = self._page_io.run_all(state)
-            self._walls = keep_small_places(own_devices) if platform == "gpu" else []
+            self._walls = keep_small_places(list(mesh.local_devices)) if opened.platform == "gpu" else []
         self._compiles = CompileCounter()
         self.weight_store = EngineWeightStore(
-            config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
+            config,
+            self.arch,
+            opened.precision.weights,
+            mesh,
+            loaded.kv_scales,
+            loaded.params,
+            opened.folder,
+            self._compiles,
+            self._set_pool,
         )
         self._params = self.weight_store.leaves
+        self._draft_leaves: list[jax.Array] = jax.tree.leaves(loaded.drafting.params)
         self._runner = StepRunner(self.programs, self.arch, self._params, state, self.adapters, self._draft_leaves)
-        self._launcher: Launcher | None = None
-        if platform == "cpu":
+        if opened.platform == "cpu":
             use_large_pages(jax.tree.leaves((self._params, self._draft_leaves, state)))
-        run_all(
-            self.submit,
-            self.buckets.all(),
-            self.capacity,
-            memory.account,
-            drafts=drafting.num_drafts > 0,
-            num_ranks=config.num_ranks,
-        )
-        if opened.tests_kernels and hosts.size == config.num_ranks == 1:  # else no host or rank has all logits
-            self._check_tokens(memory.account, min(dtype.itemsize, activations.itemsize))
-        if mesh.size > 1:
-            self._launcher = Launcher()
-        run_masks(self.programs, memory.account)
-        run_tower(self._runner.encode, self.buckets, self.capacity, memory.account)
+        self._launcher: Launcher | None = None  # until all programs have run once
+        one_has_all_logits = hosts.size == config.num_ranks == 1
+        self._run_each_once(config, opened, memory.account, checks_tokens=one_has_all_logits)
+        self._launcher = Launcher() if mesh.size > 1 else None
         parts.end("running each once")
         logger.debug("the engine's start: %s", parts)
-        self.info = EngineInfo(
-            model_path=str(folder),
-            architecture=self.arch.name,
-            dtype=dtype.name,
-            limits=self.capacity.limits,
-            eos_token_ids=self.arch.eos_token_ids,
-            page_size=self.capacity.page_size,
-            max_running_requests=self.capacity.num_rows * config.num_ranks,
-            attention_backend=config.attention_backend,
-            platform=platform,
-            kv_bytes=states.page_bytes * self.capacity.num_pages * mesh.size,
-            weight_bytes=num_bytes(self._params),
-            warmup_s=time.monotonic() - start_s,
-            kv_cache_dtype=kv_cache_flag(kv_dtype),
-            kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
-            num_ranks=config.num_ranks,
-        )
-        logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {device.device_kind}"))
+        kv_bytes = states.page_bytes * self.capacity.num_pages * mesh.size
+        self.info = opened.info(config, self.capacity, kv_bytes, num_bytes(self._params), time.monotonic() - start_s)
+        logger.info("%s", in_words(self.info, config.model, f"{mesh.size} x {opened.device.device_kind}"))
         logger.info(
             "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB next to "
             "the weights and the KV pool",
             len(self.compiled), self.info.warmup_s, self.programs.step_bytes / 2**20,
         )  # fmt: skip
+
+    def _run_each_once(self, config: EngineConfig, opened: Opened, account: str, *, checks_tokens: bool) -> None:
+        """Runs every program before a request needs it. Raises `StartupError`, with the `account` of the memory."""
+        drafts, num_ranks = self.programs.spec.drafting.num_drafts > 0, config.num_ranks
+        run_all(self.submit, self.buckets.all(), self.capacity, account, drafts=drafts, num_ranks=num_ranks)
+        if opened.tests_kernels and checks_tokens:
+            self._check_tokens(account, min(opened.precision.weights.itemsize, opened.precision.activations.itemsize))
+        run_masks(self.programs, account)
+        run_tower(self._runner.encode, self.buckets, self.capacity, account)
 
     @property
     def recompiles(self) -> int:
@@ -311,32 +267,92 @@ class Engine:
             self.adapters.close()
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """What an engine reads before it compiles.
+
+    Attributes:
+      graphdef, params: the model's structure and its parameters.
+      kv_scales: of a float8 KV cache; None: the checkpoint has none, or the cache is of another dtype.
+      states: what layers keep, with those that draft.
+      drafting: weights that draft.
+      adapters: LoRA adapters; None: no flag asks for any.
+      adapter_size: that of their pool.
+    """
+
+    graphdef: nnx.GraphDef[Decoder]
+    params: Params
+    kv_scales: KvScales | None
+    states: LayerStates
+    drafting: Drafting
+    adapters: EngineAdapters | None
+    adapter_size: PoolSize
+
+    def spec(self, config: EngineConfig, opened: Opened, capacity: Capacity) -> ProgramSpec:
+        """What the programs share."""
+        (mesh,) = opened.meshes
+        return ProgramSpec(
+            self.graphdef,
+            abstract_params(self.params),
+            abstract_state(self.states, capacity, mesh, opened.images),
+            opened.kernels,
+            mesh,
+            self.kv_scales,
+            None if self.adapters is None else self.adapters.abstract,
+            capacity.tower,
+            config.grammar_backend != "none",
+            self.drafting,
+            product_of_token(opened.arch, opened.precision.activations),
+        )
+
+
+def _load(config: EngineConfig, opened: Opened, compiled: ProgramSet) -> _Loaded:
+    """Reads all weights onto the devices. Raises `StartupError`."""
+    arch, precision, (mesh,) = opened.arch, opened.precision, opened.meshes
+    graphdef, shapes = abstract_model(arch, precision.weights, precision.activations)
+    check_weights_fit(opened.device, opened.jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
+    plan = plan_adapters(config.lora, arch)
+    with loading_weights(opened.device, opened.jax_share):
+        params = read_params(config, opened.folder, arch, precision.weights, mesh)
+        kv_scales = opened.kv_scales(config, arch)
+        states = choose_states(config, arch, opened.platform, precision.kv, mesh.shape[TENSOR_AXIS])
+        drafting = load_drafting(config, opened.folder, arch, precision, states, mesh)
+        states = with_drafting(states, drafting, choose_num_rows(config, opened.platform))
+        jax.block_until_ready(params)  # so that memory in use is what will stay in use
+        adapters = None if plan is None else EngineAdapters(plan, arch, precision.activations, mesh, compiled)
+    adapter_size = NO_ADAPTERS if plan is None else plan.size
+    return _Loaded(graphdef, params, kv_scales, states, drafting, adapters, adapter_size)
+
+
+def _shared_memory(config: EngineConfig, opened: Opened, hosts: Hosts) -> Memory:
+    """What the fullest device of any host has left."""
+    (mesh,) = opened.meshes
+    memory = least_free_memory(list(mesh.local_devices), config.mem_fraction_static, opened.jax_share)
+    static_bytes, all_bytes = hosts.least("the memory", (memory.static_bytes, memory.all_bytes))
+    return replace(memory, static_bytes=static_bytes, all_bytes=all_bytes)
+
+
 def _compile(
-    config: EngineConfig,
-    arch: ModelArch,
-    states: LayerStates,
-    memory: Memory,
-    compiled: ProgramSet,
-    spec_of: Callable[[Capacity], ProgramSpec],
-    beside_bytes: int = 0,
-    adapters: PoolSize = NO_ADAPTERS,
+    config: EngineConfig, opened: Opened, loaded: _Loaded, memory: Memory, compiled: ProgramSet, beside_bytes: int
 ) -> tuple[Capacity, StepPrograms]:
     """Plans the capacity and compiles the programs of steps for it, the largest first: they show what a step takes.
 
     Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
-    largest are then compiled again. `beside_bytes` of memory must be left besides. `adapters` is their pool's size.
+    largest are then compiled again. `beside_bytes` of memory must be left besides.
     """
+
+    def planned(taken_bytes: int) -> Capacity:
+        return plan_capacity(config, opened.arch, loaded.states, memory, taken_bytes, loaded.adapter_size)
+
     # Programs are compiled for one number of pages: a little too few cost less than compiling twice.
-    guess = 0 if config.max_total_tokens else round(STEP_SHARE * memory.all_bytes)
-    capacity = plan_capacity(config, arch, states, memory, guess, adapters)
+    capacity = planned(0 if config.max_total_tokens else round(STEP_SHARE * memory.all_bytes))
     while True:
-        spec = spec_of(capacity)
+        spec = loaded.spec(config, opened, capacity)
         buckets = buckets_of(config, capacity, few_sizes(memory.platform, num_bytes(spec.params)))
         _check_backends(spec, buckets, kernel_flags(config))
         largest = list(largest_programs(spec, buckets))
         compiled.add(largest)
-        taken = step_bytes(compiled, spec, buckets.largest()) + beside_bytes
-        fitting = plan_capacity(config, arch, states, memory, taken, adapters)
+        fitting = planned(step_bytes(compiled, spec, buckets.largest()) + beside_bytes)
         if fitting.num_pages >= capacity.num_pages:
             compiled.add(all_programs(spec, buckets))
             return capacity, StepPrograms(compiled, spec, buckets)

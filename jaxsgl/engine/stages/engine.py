@@ -53,11 +53,9 @@ from jaxsgl.engine.step_runner import StepRunner
 from jaxsgl.engine.weight_store import abstract_params, read_params
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts, Neighbours
-from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.models import ModelArch, Params, abstract_model, kv_cache_flag
+from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.layer_spec import Latent
-from jaxsgl.models.quantization import FP8_E4M3
-from jaxsgl.weights import KvScales, is_converted, load_kv_scales
+from jaxsgl.weights import KvScales, is_converted
 from jaxsgl.weights.sharding import bytes_on_each_device
 
 logger = logging.getLogger(__name__)
@@ -171,11 +169,9 @@ def _load(config: EngineConfig, opened: Opened, first: int, stop: int, mesh: Mes
     arch, dtype, kv_dtype = opened.arch.of_layers(first, stop), opened.precision.weights, opened.precision.kv
     graphdef, shapes = abstract_model(arch, dtype, opened.precision.activations)
     check_weights_fit(opened.device, opened.jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
-    kv_scales = None
     with loading_weights(opened.device, opened.jax_share):
         params = jax.block_until_ready(read_params(config, opened.folder, arch, dtype, mesh))
-        if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
-            kv_scales = load_kv_scales(opened.folder, arch)
+        kv_scales = opened.kv_scales(config, arch)
     states = choose_states(config, arch, opened.platform, kv_dtype, mesh.size)
     unknown = Memory(opened.platform, 0, 0)
     return _Stage(arch, mesh, graphdef, params, states, kv_scales, opened.program_set(progress, None), unknown)
@@ -288,26 +284,22 @@ class StagedEngine:
             run_masks(programs, account)
         kv_bytes = sum(stage.states.page_bytes for stage in making) * self.capacity.num_pages * config.tp
         weight_bytes = sum(array.nbytes for stage in self._stages for array in stage.params)
-        self.info = EngineInfo(
-            model_path=str(opened.folder),
-            architecture=self.arch.name,
-            dtype=opened.precision.weights.name,
-            limits=self.capacity.limits,
-            eos_token_ids=self.arch.eos_token_ids,
-            page_size=self.capacity.page_size,
-            max_running_requests=self.capacity.num_rows,
-            attention_backend=config.attention_backend,
-            platform=opened.platform,
+        self.info = opened.info(
+            config,
+            self.capacity,
             kv_bytes=sum(map(int, hosts.all_of("the bytes of KV pools", str(kv_bytes)))),
             weight_bytes=sum(map(int, hosts.all_of("the bytes of weights", str(weight_bytes)))),
             warmup_s=time.monotonic() - start_s,
-            kv_cache_dtype=kv_cache_flag(opened.precision.kv),
-            kernels=tuple((each.op, each.backend, each.verdict) for each in opened.verdicts),
         )
+        self._log_start(config, opened, hosts, cuts)
+
+    def _log_start(self, config: EngineConfig, opened: Opened, hosts: Hosts, cuts: Sequence[tuple[int, int]]) -> None:
+        """Says what is served and where its layers are; `cuts` are those of `layers_of_stages`."""
         layers = " + ".join(str(stop - first) for first, stop in cuts)
         in_all = f"{config.pp_size} stages ({layers} layers) of {config.tp} x {opened.device.device_kind}"
         if hosts.size > 1:
             in_all += f" on {hosts.size} hosts"
+            own = config.own_stages
             logger.info("host %d has the layers %d to %d", hosts.rank, cuts[own.start][0], cuts[own.stop - 1][1] - 1)
         logger.info("%s", in_words(self.info, config.model, in_all))
         logger.info(

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxsgl.batch.buckets import suggested_sizes
+from jaxsgl.batch.buckets import Capacity, suggested_sizes
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
 from jaxsgl.engine.kernels.tester import KernelTester
@@ -27,8 +28,9 @@ from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.hosts.group import Hosts
 from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, resolve_precision
-from jaxsgl.weights import note_of_files, resolve_model_folder
+from jaxsgl.models import ModelArch, Precision, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
+from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.weights import KvScales, load_kv_scales, note_of_files, resolve_model_folder
 from pallas_kernels import KernelChoice, device_multiplies_float8
 from pallas_kernels.gpu_compiler import choose_mosaic_ptxas, log_compilers, versions_key
 from pallas_kernels.native import library as native
@@ -71,6 +73,39 @@ class Opened(NamedTuple):
     def platform(self) -> str:
         """ "cpu", "gpu" or "tpu"."""
         return str(self.device.platform)
+
+    @property
+    def images(self) -> tuple[int, jnp.dtype] | None:
+        """Numbers of a row of the pool of images' embeddings, and their dtype; None: it has none."""
+        return None if self.arch.vision is None else (self.arch.vision.row_len, self.precision.activations)
+
+    def kv_scales(self, config: EngineConfig, arch: ModelArch) -> KvScales | None:
+        """Those that the folder has for the layers of `arch`; None: there are none, or the cache needs none."""
+        if config.load_format == "dummy" or kv_cache_flag(self.precision.kv) != FP8_E4M3:
+            return None
+        return load_kv_scales(self.folder, arch)
+
+    def info(
+        self, config: EngineConfig, capacity: Capacity, kv_bytes: int, weight_bytes: int, warmup_s: float
+    ) -> EngineInfo:
+        """What the front end gets to know; the bytes are those of all devices."""
+        return EngineInfo(
+            model_path=str(self.folder),
+            architecture=self.arch.name,
+            dtype=self.precision.weights.name,
+            limits=capacity.limits,
+            eos_token_ids=self.arch.eos_token_ids,
+            page_size=capacity.page_size,
+            max_running_requests=capacity.num_rows * config.num_ranks,
+            attention_backend=config.attention_backend,
+            platform=self.platform,
+            kv_bytes=kv_bytes,
+            weight_bytes=weight_bytes,
+            warmup_s=warmup_s,
+            kv_cache_dtype=kv_cache_flag(self.precision.kv),
+            kernels=tuple((each.op, each.backend, each.verdict) for each in self.verdicts),
+            num_ranks=config.num_ranks,
+        )
 
     def program_set(self, progress: bool, threads: int | None) -> ProgramSet:
         """An empty one; arguments as those of `ProgramSet`."""
