@@ -112,7 +112,6 @@ class Scheduler:
     Attributes:
       queue_limits: what the queue takes.
       state: what plans are made from.
-      kept_images: what is copied to host memory of the pool of embeddings; None: nothing is.
       last_plan: of the last step that was decided.
       wake_fd: None: there is no news besides messages.
 
@@ -143,29 +142,10 @@ class Scheduler:
         step_costs: StepCosts = StepCosts(),
         turns: AllAtOnce = AllAtOnce(),
     ) -> None:
-        self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
-        eos_token_ids = frozenset(eos_token_ids)
-        if len(eos_token_ids) > MAX_EOS_TOKEN_IDS:
-            raise CheckpointError(
-                f"the model has {len(eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
-                "eos_token_id in its generation_config.json"
-            )
-        table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
-        prefixes: PrefixCache = NaiveCache()
-        snapshots: Snapshots | None = None
-        if radix_cache and capacity.num_snapshots is None:
-            prefixes = RadixCache(capacity.page_size)
-        elif radix_cache and capacity.num_snapshots:
-            prefixes = SnapshotCache(capacity.page_size, capacity.num_rows + 1, capacity.num_snapshots)
-            snapshots = Snapshots(prefixes, capacity.page_size)
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
-        cache = CacheManager(
-            capacity.num_pages, capacity.page_size, table, prefixes, tier, snapshots or SnapshotBooks()
-        )
-        ops, totals, requests = EngineOps(), Totals(), RequestTable(config, clock)
-        timing = Timing()
-        if config.max_itl_ms is not None:
-            timing = Latency(config.max_itl_ms / 1000, buckets, capacity.page_size)
+        self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
+        ops, requests = EngineOps(), RequestTable(config, clock)
+        cache, snapshots = _make_cache(capacity, radix_cache, tier)
         adapters = AdapterTable(
             ops, capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
         )
@@ -179,41 +159,27 @@ class Scheduler:
             cache=cache,
             ops=ops,
             ratio=NewTokenRatio(config.schedule_conservativeness),
-            timing=timing,
+            timing=_timing_of(config, capacity, buckets),
             turns=turns,
-            totals=totals,
+            totals=Totals(),
             adapters=adapters,
             speculation=speculation_of(buckets, drafter_of, cache, step_costs),
         )
-        self.kept_images: KeptImages | None = None
-        resources: list[Resource] = []
-        if tier is not None and loads is not None:
-            resources.append(HostCopies(cache, tier, loads, requests, ops, totals, clock))
-        if capacity.tower is not None:
-            pool = EmbeddingRows(capacity.tower.num_rows)
-            self.state.images = Images(pool, capacity.tower, buckets, totals, ops, timing, capacity.sees_ahead)
-            resources.append(self.state.images)
-            self.kept_images = self.state.images.kept if capacity.tower.host_bytes else None
-        if capacity.max_adapters:
-            resources.append(adapters)
-        of_states: dict[str, IntArray] = {}
-        if snapshots is not None:
-            states = States(cache, snapshots, capacity.num_rows)
-            resources.append(states)
-            of_states = {"borders": states.borders}
-        self.state.resources = tuple(resources)
+        self.state.images = _make_images(self.state)
+        states = None if snapshots is None else States(cache, snapshots, capacity.num_rows)
+        self.state.resources = _resources_of(self.state, loads, states, clock)
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
         self._requests, self._resources = requests, self.state.resources
         self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
-        sampling = SamplingRows(capacity.num_rows)
         self._stopwatch = Stopwatch(clock)
+        sampling = SamplingRows(capacity.num_rows)
         of_adapters = (adapters.rows,) if capacity.max_adapters else ()
-        builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters, **of_states)
+        of_states = {} if states is None else {"borders": states.borders}
+        builder = make_builder(buckets, cache.table, sampling, capacity.page_size, *of_adapters, **of_states)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch)
-        self._arrivals = Arrivals(
-            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, grammars, mark
-        )  # fmt: skip
+        eos = _checked_eos(eos_token_ids)
+        self._arrivals = Arrivals(self.state, self.queue_limits, eos, random_seed, self._applier, grammars, mark)
         self._grammars = grammars
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
@@ -251,6 +217,12 @@ class Scheduler:
     def cache(self) -> CacheManager:
         """Pages, rows and prefixes."""
         return self.state.cache
+
+    @property
+    def kept_images(self) -> KeptImages | None:
+        """What is copied to host memory of the pool of embeddings; None: nothing is."""
+        images, tower = self.state.images, self.state.capacity.tower
+        return images.kept if images is not None and tower is not None and tower.host_bytes else None
 
     @property
     def is_idle(self) -> bool:
@@ -599,6 +571,64 @@ class Scheduler:
         """Ends a request for which our work raised `error`. Raises AssertionError if that has damaged the state."""
         self._replies.append(self._applier.fail(request_id, error))
         self.check()
+
+
+def _checked_eos(eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The ids, each once. Raises `CheckpointError` if they are too many."""
+    ids = frozenset(eos_token_ids)
+    if len(ids) > MAX_EOS_TOKEN_IDS:
+        raise CheckpointError(
+            f"the model has {len(ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten eos_token_id in its "
+            "generation_config.json"
+        )
+    return ids
+
+
+def _make_cache(capacity: Capacity, radix_cache: bool, tier: HostTier | None) -> tuple[CacheManager, Snapshots | None]:
+    """An empty cache, and its snapshots of states; None: the model keeps none, or prefixes are not shared."""
+    prefixes: PrefixCache = NaiveCache()
+    snapshots: Snapshots | None = None
+    if radix_cache and capacity.num_snapshots is None:
+        prefixes = RadixCache(capacity.page_size)
+    elif radix_cache and capacity.num_snapshots:
+        prefixes = SnapshotCache(capacity.page_size, capacity.num_rows + 1, capacity.num_snapshots)
+        snapshots = Snapshots(prefixes, capacity.page_size)
+    table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
+    books = snapshots or SnapshotBooks()
+    return CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier, books), snapshots
+
+
+def _timing_of(config: SchedulingConfig, capacity: Capacity, buckets: BucketSet) -> Timing:
+    """What says how long steps may take."""
+    if config.max_itl_ms is None:
+        return Timing()
+    return Latency(config.max_itl_ms / 1000, buckets, capacity.page_size)
+
+
+def _make_images(state: SchedulerState) -> Images | None:
+    """The embeddings of images; None: the model has no tower."""
+    capacity = state.capacity
+    if capacity.tower is None:
+        return None
+    pool = EmbeddingRows(capacity.tower.num_rows)
+    return Images(pool, capacity.tower, state.buckets, state.totals, state.ops, state.timing, capacity.sees_ahead)
+
+
+def _resources_of(
+    state: SchedulerState, loads: LoadRule | None, states: States | None, clock: Callable[[], float]
+) -> tuple[Resource, ...]:
+    """What requests hold besides KV pages, in the order in which plans draft it."""
+    resources: list[Resource] = []
+    if state.cache.tier is not None and loads is not None:
+        tier, requests = state.cache.tier, state.requests
+        resources.append(HostCopies(state.cache, tier, loads, requests, state.ops, state.totals, clock))
+    if state.images is not None:
+        resources.append(state.images)
+    if state.capacity.max_adapters:
+        resources.append(state.adapters)
+    if states is not None:
+        resources.append(states)
+    return tuple(resources)
 
 
 class RetractionWarning:
