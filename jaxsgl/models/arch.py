@@ -29,13 +29,8 @@ from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.quantized_checkpoints import (
-    EXPERTS_IN_MXFP4,
-    Quantized,
-    described,
-    has_quantized_experts,
-    read_quantized,
-)
+from jaxsgl.models.quantized_checkpoints import Quantized, described, read_quantized
+from jaxsgl.models.quantized_formats import EXPERTS_IN_MXFP4, has_quantized_experts
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.unserved import why_unserved
 from jaxsgl.models.vision.arch import VisionArch, read_vision

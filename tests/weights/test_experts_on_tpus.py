@@ -17,7 +17,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
-from jaxsgl.models.quantized_checkpoints import EXPERTS_IN_MXFP4
+from jaxsgl.models.quantized_formats import EXPERTS_IN_MXFP4
 from jaxsgl.weights import load_params
 from pallas_kernels.kept_heads import KeptHeads
 from tests.checkpoints import make_checkpoint

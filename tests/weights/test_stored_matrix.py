@@ -13,7 +13,8 @@ import torch
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, MoeMlp
 from jaxsgl.models.quantization import Storage, WeightFormat
-from jaxsgl.models.quantized_checkpoints import read_format, read_unquantized
+from jaxsgl.models.quantized_checkpoints import read_unquantized
+from jaxsgl.models.quantized_formats import read_format
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 from pallas_kernels import Router
 from tests.weights.stored_weights import FORMATS, GROUP, Tensors, compressed
