@@ -303,10 +303,14 @@ class ModelArch:
         return self.stored_format if own is None and matrix not in layer.unquantized else own
 
     @property
+    def stored_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that the checkpoint has: those of the model, and last the next one, if there is one."""
+        return self.layers if self.next_layer is None else (*self.layers, self.next_layer)
+
+    @property
     def stored_formats(self) -> tuple[WeightFormat, ...]:
         """All formats that the checkpoint has quantized matrices in."""
-        layers = self.layers if self.next_layer is None else (*self.layers, self.next_layer)
-        others = (fmt for layer in layers for _, fmt in layer.stored_in)
+        others = (fmt for layer in self.stored_layers for _, fmt in layer.stored_in)
         return tuple(dict.fromkeys(filter(None, (self.stored_format, *others, self.head_format))))
 
     @property
@@ -387,30 +391,9 @@ class ModelArch:
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
         quantizations = described(folder, config)
         arch = _read_arch(config, generation)
-        end = end_token_of_tokenizer(folder, arch.vocab_size)
-        if end is not None and end not in arch.eos_token_ids:
-            arch = replace(arch, eos_token_ids=(*arch.eos_token_ids, end))
-        labels = read_labels(config) if arch.head == "labels" else ()
-        spec = read_pooling(folder, config, arch.hidden_size, labels)
-        spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
-        arch = replace(arch, folder_pooling=spec)
-        kv_cache_dtype, expert_format, quantized = _read_quantization(quantizations, arch)
-        arch = replace(arch, kv_cache_dtype=kv_cache_dtype, expert_format=expert_format)
-        if quantized is not None:
-            layers = [
-                replace(spec, unquantized=kept, stored_in=others)
-                for spec, kept, others in zip(
-                    _all_layers(arch), quantized.unquantized, quantized.stored_in, strict=True
-                )
-            ]
-            arch = replace(
-                arch,
-                weight_format=quantized.fmt,
-                stored_format=quantized.fmt,
-                head_format=quantized.head,
-                layers=tuple(layers[: arch.num_layers]),
-                next_layer=arch.next_layer and layers[-1],
-            )
+        arch = _with_end_of_tokenizer(arch, folder)
+        arch = _with_pooling(arch, folder, config)
+        arch = _with_quantization(arch, quantizations)
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
 
@@ -654,27 +637,50 @@ def _read_cap(config: ConfigFile, has_caps: bool, key: str) -> float | None:
     return config.number(key) if has_caps and config.get(key) is not None else None
 
 
-def _all_layers(arch: ModelArch) -> tuple[LayerSpec, ...]:
-    """Those of the model, and the next one last."""
-    return arch.layers if arch.next_layer is None else (*arch.layers, arch.next_layer)
+def _with_end_of_tokenizer(arch: ModelArch, folder: Path) -> ModelArch:
+    """`arch`, whose generations end with the tokenizer's own end token, too."""
+    end = end_token_of_tokenizer(folder, arch.vocab_size)
+    if end is None or end in arch.eos_token_ids:
+        return arch
+    return replace(arch, eos_token_ids=(*arch.eos_token_ids, end))
 
 
-def _read_quantization(
-    told: Sequence[tuple[Path, Mapping[str, Any]]], arch: ModelArch
-) -> tuple[str | None, WeightFormat | None, Quantized | None]:
-    """The KV cache that the checkpoint was calibrated for, how its experts are quantized if nothing else is, and how
-    the matrices of all layers are.
-    """
+def _with_pooling(arch: ModelArch, folder: Path, config: ConfigFile) -> ModelArch:
+    """`arch` with the way in which the folder says that embeddings and scores are made."""
+    labels = read_labels(config) if arch.head == "labels" else ()
+    spec = read_pooling(folder, config, arch.hidden_size, labels)
+    return replace(arch, folder_pooling=replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary"))
+
+
+def _with_quantization(arch: ModelArch, told: Sequence[tuple[Path, Mapping[str, Any]]]) -> ModelArch:
+    """`arch` with the formats of its matrices and of its KV cache, by the files that describe them."""
     for path, values in told:
         quantization.check_groups(path, values)
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
-    quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
-    expert_format = None
-    for each in quantized:
-        if arch.mixture is None or not has_quantized_experts(each[1]):
-            return kv_cache, expert_format, read_quantized(*each, _all_layers(arch), draft_head=arch.draft_head)
-        expert_format = EXPERTS_IN_MXFP4
-    return kv_cache, expert_format, None
+    arch = replace(arch, kv_cache_dtype=kv_cache)
+    for path, values in told:
+        if not quantization.weights_are_quantized(values):
+            continue
+        if arch.mixture is None or not has_quantized_experts(values):
+            return _with_formats(arch, read_quantized(path, values, arch.stored_layers, draft_head=arch.draft_head))
+        arch = replace(arch, expert_format=EXPERTS_IN_MXFP4)
+    return arch
+
+
+def _with_formats(arch: ModelArch, quantized: Quantized) -> ModelArch:
+    """`arch` with the formats of all layers, of which the `next_layer` comes last."""
+    layers = [
+        replace(spec, unquantized=kept, stored_in=others)
+        for spec, kept, others in zip(arch.stored_layers, quantized.unquantized, quantized.stored_in, strict=True)
+    ]
+    return replace(
+        arch,
+        weight_format=quantized.fmt,
+        stored_format=quantized.fmt,
+        head_format=quantized.head,
+        layers=tuple(layers[: arch.num_layers]),
+        next_layer=arch.next_layer and layers[-1],
+    )
 
 
 def _read_dtype(*configs: ConfigFile) -> str | None:
