@@ -313,6 +313,26 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_device_ids()
+        self._check_chunks()
+        self._check_prefix_cache()
+        if self.speculation.is_on:
+            self._check_speculation()
+        if self.hosts.are_several:
+            self._check_hosts()
+        if self.has_stages:
+            self._check_stages()
+        elif self.pp_async_batch_depth:
+            raise ConfigError("--pp-async-batch-depth is for pipeline stages: give --pp-size, or leave it out")
+        if self.num_ranks > 1:
+            self._check_ranks()
+        self._check_buckets()
+        check_choices(self)
+        read_kernels(self.kernels)
+
+    def _check_numbers(self) -> None:
+        """Raises `ConfigError` for a number that is out of its own bounds."""
         fits = self.page_size == AUTO if isinstance(self.page_size, str) else 1 <= self.page_size <= 256
         require(fits, "--page-size", self.page_size, "auto, or 1 to 256")
         require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
@@ -323,50 +343,52 @@ class EngineConfig:
             "max_running_requests",
             "max_queued_requests",
             "max_queued_tokens",
+            "tp",
+            "pp_size",
+            "dp_size",
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, flag_name(name), value, "1 and more")
-        require(self.tp >= 1, "--tp", self.tp, "1 and more")
-        require(self.pp_size >= 1, "--pp-size", self.pp_size, "1 and more")
         require(0 <= self.pp_async_batch_depth <= 16, "--pp-async-batch-depth", self.pp_async_batch_depth, "0 to 16")
+        require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
+
+    def _check_device_ids(self) -> None:
+        """Raises `ConfigError` unless they name each device once, and all that are needed."""
         ids, number = self.device_ids, self.num_devices
         if ids and (len(set(ids)) != number or len(ids) != number or min(ids) < 0):
             of_stages = f" x --pp-size {self.pp_size} = {number}" if self.has_stages else ""
             raise ConfigError(
                 f"--device-ids are {ids}, but must be --tp {self.tp}{of_stages} different devices, from 0 on"
             )
-        require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
+
+    def _check_chunks(self) -> None:
+        """Raises `ConfigError` for sizes of chunks that can't be, and where whole prompts would break a promise."""
         chunk = self.chunked_prefill_size
         require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
         if chunk == -1 and self.scheduling.max_itl_ms is not None:
             raise ConfigError(
                 "--max-itl-ms cuts prompts into chunks, which --chunked-prefill-size -1 forbids: give one"
             )
-        if self.disaggregation.disaggregation_mode == "decode" and self.disable_radix_cache:
+
+    def _check_prefix_cache(self) -> None:
+        """Raises `ConfigError` where the prefix cache is switched off and something needs it."""
+        if not self.disable_radix_cache:
+            return
+        if self.disaggregation.disaggregation_mode == "decode":
             raise ConfigError(
                 "--disaggregation-mode decode takes prompts into the prefix cache, which --disable-radix-cache "
                 "switches off: leave that out"
             )
-        if self.host_kv.is_on and self.disable_radix_cache:
+        if self.host_kv.is_on:
             raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
-        if self.speculation.is_on:
-            self._check_speculation()
-        if self.hosts.are_several:
-            self._check_hosts()
-        if self.has_stages:
-            self._check_stages()
-        elif self.pp_async_batch_depth:
-            raise ConfigError("--pp-async-batch-depth is for pipeline stages: give --pp-size, or leave it out")
-        require(self.dp_size >= 1, "--dp-size", self.dp_size, "1 and more")
-        if self.num_ranks > 1:
-            self._check_ranks()
+
+    def _check_buckets(self) -> None:
+        """Raises `ConfigError` for sizes that can't be, and for two flags that say which there are."""
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
             if sizes and self.auto_buckets is not None:
                 raise ConfigError(f"{flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
-        check_choices(self)
-        read_kernels(self.kernels)
 
     def _check_hosts(self) -> None:
         """Raises `ConfigError` for flags that need more of other hosts than that they play calls of the engine."""

@@ -175,11 +175,25 @@ class ServerConfig:
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
+        self._check_ports()
+        self._check_processes()
+        self._check_limits()
+        self._check_keys()
+        self._check_folders()
+        self._check_sites()
+        self._check_profiles()
+        check_choices(self)
+        self.engine.disaggregation.check_secret(self.host)
+
+    def _check_ports(self) -> None:
         for name in ("port", "grpc_port"):
             require(0 <= getattr(self, name) <= 65535, flag_name(name), getattr(self, name), "0 to 65535")
         if self.port:
             require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
-        workers = self.tokenizer_worker_num
+
+    def _check_processes(self) -> None:
+        """Raises `ConfigError` for numbers of processes, and for what works with one process of a kind alone."""
+        workers, replicas = self.tokenizer_worker_num, self.num_replicas
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
         store = self.responses_store
         require(store is None or 0 <= store <= 1 << 20, "--responses-store", store, f"0 to {1 << 20}")
@@ -188,7 +202,6 @@ class ServerConfig:
                 "--responses-store keeps answers in a front-end process, and --tokenizer-worker-num starts several, "
                 "which would not find each other's: give one"
             )
-        replicas = self.num_replicas
         require(replicas <= MAX_REPLICAS, "--dp-size", replicas, f"1 to {MAX_REPLICAS}")
         if replicas > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
             raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
@@ -199,17 +212,18 @@ class ServerConfig:
                 require(value == 1, name, value, "1 with --nnodes; put several such servers behind a gateway")
         if self.batch_dir is not None and workers > 1:
             raise ConfigError("--batch-dir goes with --tokenizer-worker-num 1: one process runs the batches")
+
+    def _check_limits(self) -> None:
         for name in ("request_timeout_s", "watchdog_s"):
             require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
-        require(
-            self.max_connections is None or self.max_connections >= 1,
-            "--max-connections",
-            self.max_connections,
-            "1 and more",
-        )
+        most = self.max_connections
+        require(most is None or most >= 1, "--max-connections", most, "1 and more")
         require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
         most = self.max_request_bytes
         require(most is None or most >= 1024, "--max-request-bytes", most, "1024 and more")
+
+    def _check_keys(self) -> None:
+        """Raises `ConfigError`, which doesn't show a key, for keys that no header can carry and for half of TLS."""
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
             require(
@@ -220,6 +234,9 @@ class ServerConfig:
             )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
+
+    def _check_folders(self) -> None:
+        """Raises `ConfigError` for names and folders of adapters and weights that clients may ask for."""
         for name in (ANY_MODEL, self.model_name):
             require(name not in self.engine.lora.adapters, "--lora-paths", name, "names other than the model's")
         for name in ("lora_root", "weights_root"):
@@ -227,10 +244,6 @@ class ServerConfig:
             require(
                 root in (None, ANY_FOLDER) or Path(root).expanduser().is_dir(), flag_name(name), root, "a folder or *"
             )
-        self._check_sites()
-        self._check_profiles()
-        check_choices(self)
-        self.engine.disaggregation.check_secret(self.host)
 
     def _check_profiles(self) -> None:
         folder = self.profile_dir
