@@ -177,31 +177,35 @@ def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> li
         return read_recurrent_types(config, family, num_layers)
     if family.windows == "none":
         return [FULL] * num_layers
-    pattern = family.full_every
-    if pattern is not None:
-        for key in ("global_attn_every_n_layers", "_sliding_window_pattern", "sliding_window_pattern"):
-            pattern = config.get(key, pattern)
-    if family.windows == "chunks":
-        slides = is_turned
-    elif family.turned_layers == "told":
-        slides = [not turned for turned in is_turned]
-    elif family.windows in ("flag", "even by flag", "late"):
-        limit, is_even = config.get("max_window_layers", 28), family.windows == "even by flag"
-        slides = [i % 2 == 0 and i < limit if is_even else i >= limit for i in range(num_layers)]
-    elif isinstance(pattern, str) and pattern:  # L: local, G: global
-        slides = [pattern[i % len(pattern)] == "L" for i in range(num_layers)]
-    elif family.windows == "listed":
-        slides = [False] * num_layers
-    else:
-        dense = config.get("first_k_dense_replace", 0) if family.turned_layers == "windows or dense" else 0
-        place = dense + (0 if family.full_first else -1)
-        slides = [i >= dense and (not pattern or (i - place) % pattern != 0) for i in range(num_layers)]
     limited = CHUNKED if family.windows == "chunks" else SLIDING
-    told = config.get("layer_types") or [limited if each else FULL for each in slides]
+    is_limited = _read_limited(config, family, is_turned)
+    told = config.get("layer_types") or [limited if each else FULL for each in is_limited]
     for each in _of_each_layer(config, "layer_types", told, num_layers):
         if each not in (FULL, limited):
             raise CheckpointError(f"{config.path}: layer_types has {each}; supported are {FULL} and {limited}")
     return list(told)
+
+
+def _read_limited(config: ConfigFile, family: Family, is_turned: list[bool]) -> list[bool]:
+    """Whether each layer has a window or chunks where config.json has no `layer_types`; see `Family.windows`."""
+    layers, pattern = range(len(is_turned)), family.full_every
+    if pattern is not None:
+        for key in ("global_attn_every_n_layers", "_sliding_window_pattern", "sliding_window_pattern"):
+            pattern = config.get(key, pattern)
+    if family.windows == "chunks":
+        return is_turned
+    if family.turned_layers == "told":
+        return [not turned for turned in is_turned]
+    if family.windows in ("flag", "even by flag", "late"):
+        border = config.get("max_window_layers", 28)
+        return [i % 2 == 0 and i < border if family.windows == "even by flag" else i >= border for i in layers]
+    if isinstance(pattern, str) and pattern:  # L: local, G: global
+        return [pattern[i % len(pattern)] == "L" for i in layers]
+    if family.windows == "listed":
+        return [False for _ in layers]
+    dense = config.get("first_k_dense_replace", 0) if family.turned_layers == "windows or dense" else 0
+    first_full = dense + (0 if family.full_first else -1)
+    return [i >= dense and (not pattern or (i - first_full) % pattern != 0) for i in layers]
 
 
 def _of_each_layer(config: ConfigFile, key: str, values: Any, num_layers: int) -> list[Any]:
@@ -412,6 +416,26 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         choice_bias=family.choice_bias and bool(family.choice_bias_key is None or config.get(family.choice_bias_key)),
         bias=family.router_bias,
     )
+    _check_router(config, family, router, num_experts)
+    clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
+    is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
+    return MoeMlp(
+        num_experts,
+        ffn_size,
+        router,
+        bias=family.expert_bias,
+        clamp=clamp,
+        shared_ffn_size=shared_size,
+        shared_scale=half,
+        shared_gate=family.shared_gate,
+        expert_factors=family.expert_factors,
+        latent_size=config.count(family.latent_key) if is_latent and family.latent_key else 0,
+        scales_inputs=family.scales_inputs,
+    )
+
+
+def _check_router(config: ConfigFile, family: MoeFamily, router: Router, num_experts: int) -> None:
+    """Raises `CheckpointError` for numbers of experts and groups that don't fit each other."""
     group_size = num_experts // router.num_groups
     if router.top_k > num_experts or num_experts % router.num_groups or router.top_groups > router.num_groups:
         raise CheckpointError(
@@ -428,21 +452,6 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
             f"{config.path}: {config.told_as(family.top_k_key)} is {router.top_k}, but models whose experts read x "
             "times their share are only served where a token has 1"
         )
-    clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
-    is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
-    return MoeMlp(
-        num_experts,
-        ffn_size,
-        router,
-        bias=family.expert_bias,
-        clamp=clamp,
-        shared_ffn_size=shared_size,
-        shared_scale=half,
-        shared_gate=family.shared_gate,
-        expert_factors=family.expert_factors,
-        latent_size=config.count(family.latent_key) if is_latent and family.latent_key else 0,
-        scales_inputs=family.scales_inputs,
-    )
 
 
 _SCORES: dict[str, Score] = {"softmax": "softmax_of_chosen", "sigmoid": "sigmoid_of_chosen"}
