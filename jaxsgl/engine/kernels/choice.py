@@ -12,12 +12,12 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, Mamba
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, Mamba, MoeMlp
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import MOST_SHARED, expert_shapes
 from jaxsgl.models.precision import Precision
-from jaxsgl.models.quantization import FLOAT8
+from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import ON_GPUS, XLA
 from pallas_kernels.kept_heads import KeptHeads
@@ -125,12 +125,8 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     mixture = arch.mixture
     if mixture is None:
         return ()
-    has_plain = any("experts" in layer.unquantized for layer in arch.layers)
-    of_experts = arch.expert_format if arch.expert_format is not None else None if has_plain else arch.weight_format
-    fmt = None if of_experts is None else of_experts.of_experts(expert_shapes(arch, mixture, of_experts.parts))
-    packing = "" if fmt is None or fmt.packing not in ON_ACCELERATORS else fmt.packing
-    if arch.expert_format is not None and not packing:
-        fmt = None
+    fmt = _format_of_experts(arch, mixture)
+    packing = _packing(fmt)
     has_groups = fmt is not None and (fmt.is_in_groups or fmt.numbers == "int4")
     is_scaled = fmt is not None and fmt.scaled_experts and has_groups and not packing
     in_groups = fmt is not None and (fmt.group is not None or is_scaled)
@@ -138,11 +134,7 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     experts, parts = (num_devices, 1) if arch.by_experts else (1, num_devices)
     num_experts, ffn = mixture.num_experts // experts, mixture.num_units // parts
     width = mixture.width(arch.hidden_size)
-    num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
-    is_refused = rest or fmt is not None or arch.by_experts or mixture.latent_size or mixture.scales_inputs
-    if is_refused or num_shared > MOST_SHARED:  # see `MoE`
-        num_shared = 0
-    router = dataclasses.replace(mixture.router, num_shared=num_shared)
+    router = dataclasses.replace(mixture.router, num_shared=_num_joined(arch, mixture, fmt))
 
     def shape(outputs: int, inputs: int, all_inputs: int, *, of_tokens: bool) -> ExpertShape:
         common = num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens
@@ -161,6 +153,29 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
         shape(arch.unit_rows * ffn, width, width, of_tokens=True),
         shape(width, ffn, mixture.num_units, of_tokens=False),
     )
+
+
+def _format_of_experts(arch: ModelArch, mixture: MoeMlp) -> WeightFormat | None:
+    """The format that kernels get experts in; None: they are not quantized, or not after they are loaded."""
+    if arch.expert_format is not None:
+        told: WeightFormat | None = arch.expert_format
+    else:
+        has_plain = any("experts" in layer.unquantized for layer in arch.layers)
+        told = None if has_plain else arch.weight_format
+    fmt = None if told is None else told.of_experts(expert_shapes(arch, mixture, told.parts))
+    return None if arch.expert_format is not None and not _packing(fmt) else fmt
+
+
+def _packing(fmt: WeightFormat | None) -> str:
+    """How accelerators have it packed; "" if they don't."""
+    return fmt.packing if fmt is not None and fmt.packing in ON_ACCELERATORS else ""
+
+
+def _num_joined(arch: ModelArch, mixture: MoeMlp, fmt: WeightFormat | None) -> int:
+    """Shared experts that products with the others may read, too; see `MoE`."""
+    num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
+    is_refused = rest or fmt is not None or arch.by_experts or mixture.latent_size or mixture.scales_inputs
+    return 0 if is_refused or num_shared > MOST_SHARED else num_shared
 
 
 def _matrix_shapes(arch: ModelArch, num_devices: int, num_ranks: int) -> tuple[MatrixShape, ...]:
