@@ -150,23 +150,27 @@ def chat_of(
     if body.wants_logprobs:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
-    if body.text is not None and body.text.format is not None:
-        form = body.text.format
-        if body.response_format is not None and form.type != "text":
-            raise InvalidRequest("text.format and response_format each ask for a form: send text.format alone")
-        if form.type == "json_schema" and form.schema_ is None:
-            raise InvalidRequest(
-                'text.format has no schema: send {"type": "json_schema", "name": ..., "schema": {...}}'
-            )
-        schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
-        if form.type != "text":
-            chat["response_format"] = {"type": form.type} | (
-                {"json_schema": schema} if form.type == "json_schema" else {}
-            )
+    if (form := _response_format(body)) is not None:
+        chat["response_format"] = form
     try:
         return ChatRequest.model_validate(chat)
     except ValidationError as error:
         raise with_clients_names(error, _NAMES, places) from None
+
+
+def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Returns the form that `text.format` asks for, as chat takes it; None for plain text. Raises `InvalidRequest`."""
+    form = None if body.text is None else body.text.format
+    if form is None or form.type == "text":
+        return None
+    if body.response_format is not None:
+        raise InvalidRequest("text.format and response_format each ask for a form: send text.format alone")
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.schema_ is None:
+        raise InvalidRequest('text.format has no schema: send {"type": "json_schema", "name": ..., "schema": {...}}')
+    schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+    return {"type": form.type, "json_schema": schema}
 
 
 def _refuse_chats_own(body: ResponsesRequest) -> None:
