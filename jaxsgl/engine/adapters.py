@@ -24,7 +24,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_api import PlaceAdapter
-from jaxsgl.config.features import LoraConfig
+from jaxsgl.config.features import ALL_MODULES, LoraConfig
 from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.engine.start.sizing import PoolSize
 from jaxsgl.errors import CheckpointError, ConfigError
@@ -102,7 +102,7 @@ def plan_adapters(config: LoraConfig, arch: ModelArch) -> AdapterPlan | None:
     folders = [_folder_at_the_start(name, folder, arch) for name, folder in config.adapters.items()]
     possible = adaptable_modules(arch)
     asked = config.lora_target_modules
-    if asked == ("all",) or not (asked or folders):
+    if asked == (ALL_MODULES,) or not (asked or folders):
         modules = possible
     else:
         modules = frozenset(asked).union(*(folder.modules for folder in folders))

@@ -16,7 +16,6 @@ from jaxsgl.errors import CheckpointError
 
 MAGIC = b"GGUF"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_OF_PARTS = ("split.no", "split.count", "split.tensors.count")  # keys of a file that is one of several
 
 
 class GgufTensor(NamedTuple):
@@ -115,8 +114,3 @@ def _open(gguf: ModuleType, path: Path) -> Any:
             "this one, or convert the model again"
         )
     return reader
-
-
-def is_of_parts(key: str) -> bool:
-    """Whether a key of metadata says only how files were split."""
-    return key in _OF_PARTS

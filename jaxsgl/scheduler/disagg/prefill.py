@@ -140,11 +140,6 @@ class PrefillRooms:
         """Staging memory that is taken or promised."""
         return (self._promised + self._gathering) * self._limits.page_bytes + self._unsent.total()
 
-    @property
-    def is_copying(self) -> bool:
-        """Whether pages are being copied to the host."""
-        return self._gathering > 0
-
     def state_of(self, request_id: str) -> PrefillState | None:
         """Where the request stands; None: it has no room here."""
         room = self._rooms.get(request_id)

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 PACKED = 3  # tokens of a context in one sorted number
 BITS = 21  # of each token, kept as its id plus one: 0 stands where a context is shorter
-MAX_VOCAB = (1 << BITS) - 1
 MIN_RECENT = 256  # tokens that are not sorted, at least before the bulk is sorted anew
 RECENT_PART = 8  # likewise, as a part of the bulk
 NEWEST = 32  # places after an equal shortest context that are known of those tokens: text may repeat one token
