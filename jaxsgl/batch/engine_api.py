@@ -163,7 +163,7 @@ class StepEngine(Protocol):
         ...
 
     def stop_profile(self) -> None:
-        """Stops recording and writes the trace, which takes seconds; may be called from a thread beside `submit`.
+        """Stops recording and writes the trace, which takes seconds; may be called from a thread next to `submit`.
 
         Raises the profiler's error if the trace can't be written. It is dropped then, and another may be started.
         """

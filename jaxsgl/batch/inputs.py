@@ -116,7 +116,7 @@ class StepArrays(Generic[ArrayT]):
         `rows`.
       targets: `[T]` the prompt token that follows each token, where its log-probability is wanted; in "score" buckets
         only.
-      label_ids: `[S, MAX_LABELS]` tokens whose logits are wanted behind each sequence, any for padding; in buckets that
+      label_ids: `[S, MAX_LABELS]` tokens whose logits are wanted after each sequence, any for padding; in buckets that
         pool only.
       steps: `[S]` in programs of several steps: in how many of them, from the first, each sequence takes part; 0 for
         padding. All other fields but `slots` are those of the first step.

@@ -151,7 +151,7 @@ class EncodeInputs:
       pixels: `[bins, P, C]` uint8.
       columns: `[bins, P, shape.num_columns]` int32: row and column of each patch, the learned positions around it, the
         bits of their float32 weights, which window of all it is of, and which image.
-      rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes behind its end.
+      rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes past its end.
       num_images, num_patches: real ones.
     """
 
@@ -332,7 +332,7 @@ def pack(
     Args:
       bins: for each device the images that it encodes, with the rows `[length]` of their tokens.
       bucket: its patches hold those of each bin.
-      capacity: of tower and pool; padding goes behind the pool's last row, where it is dropped.
+      capacity: of tower and pool; padding goes past the pool's last row, where it is dropped.
     """
     size, shape = bucket.num_patches, capacity.shape
     pixels = np.zeros((bucket.num_bins, size, shape.patch_len), np.uint8)
@@ -366,8 +366,8 @@ def token_positions(num_tokens: int, media: Sequence[MediaItem]) -> tuple[IntArr
     """The positions `[3, n]` (time, row, column) of a prompt's tokens, and what is added to the index of later ones.
 
     Text counts on by one in all three. An image's tokens share their time, count rows and
-    columns from where the image begins, and what follows goes on behind the larger side. The patches of a video that
-    goes on have rows and columns of its first one, and what follows goes on behind the largest position. That is
+    columns from where the image begins, and what follows goes on after the larger side. The patches of a video that
+    goes on have rows and columns of its first one, and what follows goes on after the largest position. That is
     Qwen2-VL's own rule (arXiv 2409.12191); transformers 5 leaves the times out of it.
     """
     positions = np.empty((3, num_tokens), np.int32)

@@ -4,7 +4,7 @@ An image is named by its digest, so that requests with the same image share its 
 from 1 on (row 0 stands for text): free, kept for a later request, or locked; those unused for longest are taken for
 others first. In host memory rows are kept up to a limit of bytes, also those that the device's pool has let go; there,
 too, those unused for longest leave first, but none of an image that requests hold. A request may hold images whose rows
-come later. Plain accounting beside the arrays: knows no pixels, no device, and of requests their ids. The scheduler
+come later. Plain accounting next to the arrays: knows no pixels, no device, and of requests their ids. The scheduler
 owns both, if the model sees images (`scheduler/resources/images.py`).
 """
 

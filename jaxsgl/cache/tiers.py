@@ -4,7 +4,7 @@
 
 Write-through: a page is written while it is on the device, at once when it is computed or when it is needed a second
 time, so an eviction never waits for a copy. The second rule also writes what is first to follow a page that came back:
-a chat that took a second turn takes a third, while what differs behind a common system prompt may never return.
+a chat that took a second turn takes a third, while what differs after a common system prompt may never return.
 
 The gather of a write is submitted in step order, so the pool may hand the page out as soon as that is done. Pages are
 known by their names (host_pages.py); a split of a node of the prefix tree changes no name, and no ticket holds a node.

@@ -1,6 +1,6 @@
 """`EngineAdapters`: LoRA adapters in host memory, and the pool of columns on the device from which steps read them.
 
-    stage    reads a folder into the host form: blocks of columns, ready for the device; may run beside steps
+    stage    reads a folder into the host form: blocks of columns, ready for the device; may run while steps run
     keep     holds a staged adapter under the number of its loading, until `drop`
     place    writes a kept adapter into columns of the pool, between steps, in the order of the steps
 
@@ -189,7 +189,7 @@ class EngineAdapters:
         return self._kept[number]
 
     def place(self, op: PlaceAdapter) -> None:
-        """Writes an adapter into columns of the pool, behind the steps before."""
+        """Writes an adapter into columns of the pool, after the steps before."""
         for place, block in enumerate(self._kept[op.number].blocks):
             self._write_block(block, op.columns[place * BLOCK : (place + 1) * BLOCK])
 
@@ -248,5 +248,5 @@ def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _at(axis: int, index: Any) -> tuple[Any, ...]:
-    """What indexes `axis` with `index`: all of the axes before it and of those behind."""
+    """What indexes `axis` with `index`: all of the axes before it and of those after it."""
     return (*[slice(None)] * axis, index)

@@ -58,7 +58,7 @@ class Places(Protocol):
 
     @property
     def seen(self) -> jax.Array | None:
-        """`[T]` of how many tokens each sees none after; None: of those up to itself."""
+        """`[T]` how many tokens of its sequence each token sees, from the first on; None: those up to itself."""
         ...
 
 

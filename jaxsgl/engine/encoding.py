@@ -33,7 +33,7 @@ ENCODE_DONATES = (1,)  # images
 def make_encode(graphdef: nnx.GraphDef[Decoder], treedef: Any, num_bins: int) -> Encode:
     """`encode(params, images, pixels, columns, rows) -> images`, see `EncodeInputs`; each device has one bin of them.
 
-    Rows behind the end of the pool, which are padding's, are dropped.
+    Rows past the end of the pool, which are padding's, are dropped.
     """
 
     def encode(
@@ -142,7 +142,7 @@ class TowerParts:
 
     Args:
       program: the compiled program of a kind, for a part's bucket.
-      taps: layers behind which deepstack takes something.
+      taps: layers after which deepstack takes something.
     """
 
     def __init__(self, program: Callable[[str, EncodeInputs], Program], taps: tuple[int, ...]) -> None:

@@ -106,7 +106,7 @@ class Launcher:
         self._thread.start()
 
     def launch(self, launch: Callable[[], StepHandle]) -> LaunchedHandle:
-        """Has a step launched behind all others; returns at once."""
+        """Has a step launched after all others; returns at once."""
         return LaunchedHandle(self.put(launch), self)
 
     def settle(self) -> None:
@@ -114,7 +114,7 @@ class Launcher:
         self.put(lambda: None).result()
 
     def close(self) -> None:
-        """Ends the thread, behind the steps that wait for it."""
+        """Ends the thread, after the steps that wait for it."""
         self._calls.put(None)
         self._thread.join()
 

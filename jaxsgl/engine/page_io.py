@@ -47,7 +47,7 @@ def page_counts(page_bytes: int) -> tuple[int, ...]:
 
 
 def reserved_bytes(page_bytes: int) -> int:
-    """Device memory that pages on their way take beside the pool."""
+    """Device memory that pages on their way take next to the pool."""
     return IN_FLIGHT * page_counts(page_bytes)[-1] * page_bytes
 
 

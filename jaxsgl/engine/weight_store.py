@@ -165,7 +165,7 @@ class EngineWeightStore:
         return params
 
     def stage_weights(self, source: str | Path | Tree | None) -> Staged:
-        """Reads parameters of the same model, ready for `swap_weights`; may run in a thread beside steps.
+        """Reads parameters of the same model, ready for `swap_weights`; may run in a thread while steps run.
 
         Args:
           source: a model folder, a hub id, a tree like `params` or tensors by the names of a checkpoint, in any float

@@ -107,7 +107,7 @@ class ModelArch:
       layer_factors: what a layer passes on is multiplied by a number of its own.
       layer_vocab_size: rows that the checkpoint has of embeddings of layers, V at least; 0: layers have none.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
-      vocab_padding: rows of embedding and head behind the vocabulary, so that devices have equally many.
+      vocab_padding: rows of embedding and head after the vocabulary, so that devices have equally many.
       head: what reads the final hidden states: the vocabulary, a classifier of the folder's labels, or nothing.
       folder_pooling: how the folder says that embeddings and scores are made.
       pooling: how they are made here; None: none are served.
@@ -198,13 +198,13 @@ class ModelArch:
 
     @property
     def latent(self) -> Latent | None:
-        """What its layers attend over, if it is a latent; all have the same, but for who has an index of their own."""
+        """The latent that its layers attend over, all the same but for indexes of their own; None: they have heads."""
         mixer = self.layers[0].mixer
         return mixer if isinstance(mixer, Latent) else None
 
     @property
     def recurrent_net(self) -> RecurrentNet | None:
-        """What those of its layers are that keep states; all have the same. None: no layer does."""
+        """The net of the layers that keep states, which all have the same; None: no layer keeps any."""
         return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentNet)), None)
 
     @cached_property

@@ -63,7 +63,7 @@ class ConfigFile:
         return self.keys.get(key, key)
 
     def skip(self, *keys: str) -> None:
-        """Takes keys for asked: beside the other values they mean nothing, to the family's own code either."""
+        """Takes keys for asked: next to the other values they mean nothing, to the family's own code either."""
         self._asked.update(keys)
 
     def count(self, key: str, default: int | None = None) -> int:

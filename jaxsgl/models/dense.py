@@ -63,7 +63,7 @@ class ImageTokens:
     """What a tower made of images, for the tokens of a step.
 
     Attributes:
-      rows: `[T, (1 + J) D]`: embeddings, then what is added behind each of the first J layers; 0 for other tokens.
+      rows: `[T, (1 + J) D]`: embeddings, then what is added after each of the first J layers; 0 for other tokens.
       is_image: `[T]` whether a token is an image's.
       num_parts: 1 + J.
     """
@@ -73,7 +73,7 @@ class ImageTokens:
     num_parts: int
 
     def part(self, index: int) -> jax.Array:
-        """`[T, D]`: the embeddings (0), or what is added behind layer `index` - 1."""
+        """`[T, D]`: the embeddings (0), or what is added after layer `index` - 1."""
         size = self.rows.shape[1] // self.num_parts
         return self.rows[:, index * size : (index + 1) * size]
 
@@ -499,7 +499,7 @@ class Decoder(DecoderLayers):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary.
 
-        Those of padding behind the vocabulary are -inf.
+        Those of padding after the vocabulary are -inf.
         """
         logits = product(hidden, self._head(), jnp.float32)
         if self.head_bias is not None:

@@ -161,5 +161,5 @@ def of_this_part(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def all_parts(x: jax.Array, axis: int = 0, logical: str = "kv_heads") -> jax.Array:
-    """The `x` of the devices that share a logical axis, one behind the other along `axis`, on each of them."""
+    """The `x` of the devices that share a logical axis, one after the other along `axis`, on each of them."""
     return x if num_parts(logical) == 1 else jax.lax.all_gather(x, _shared_by(logical), axis=axis, tiled=True)

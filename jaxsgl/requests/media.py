@@ -2,7 +2,7 @@
 
 Two arrays of ids follow from a request: the step embeds `prompt_ids`, in which all images look alike (placeholder
 tokens); prefix cache, KV events, host tier and router compare `hash_ids`, in which each placeholder is replaced by a
-number made of the image's digest. So a prompt with another image never shares KV behind its first placeholder.
+number made of the image's digest. So a prompt with another image never shares KV after its first placeholder.
 
 Owns these values and their checks. Never knows files, protocols or devices. The front end (or `LLM`) makes the values,
 the scheduler hashes them, the engine encodes them.
@@ -39,7 +39,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     """A still image, or one temporal patch of a video (its frames by twos, as the model takes them).
 
     A video of n temporal patches is n items, since the tower looks at each of them alone. Each has placeholder tokens
-    of its own, behind its timestamp or, in older models, right behind those of the one before.
+    of its own, after its timestamp or, in older models, right after those of the one before.
 
     Attributes:
       digest: SHA-256 of the pixels, the grid and the processor's settings; see `digest_of`.
@@ -48,7 +48,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
       pixels: uint8 `[t * h * w, channels * temporal * patch * patch]`, the patches in the order of the model's merges;
         see `patches_of`. They are RGB, resized, and not normalized yet.
       pad_id: stands for each of its tokens among the `hash_ids`; None: numbers that are drawn from `digest`.
-      later: it goes on with the video of the item before, right behind which it stands, by so many positions of time
+      later: it goes on with the video of the item before, right after which it stands, by so many positions of time
         after the video's beginning; None: it begins something.
       line_len: tokens of a line, of which the last one ends it and stands for no part of the image; 0: nothing tells
         lines.
@@ -71,7 +71,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def stop(self) -> int:
-        """The position behind its last token."""
+        """The position after its last token."""
         return self.offset + self.length
 
     @property

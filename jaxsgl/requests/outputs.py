@@ -62,7 +62,7 @@ LAST_TOKEN = PoolingSpec()
 
 
 class Pooling(msgspec.Struct, frozen=True, array_like=True):
-    """What a request asks for: the pooled hidden state, or the logits of `label_ids` behind the prompt if any."""
+    """What a request asks for: the pooled hidden state, or the logits of `label_ids` after the prompt if any."""
 
     label_ids: tuple[int, ...] = ()
 

@@ -430,7 +430,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
 
     @property
     def least_output(self) -> int:
-        """Tokens that the context must hold beside the prompt."""
+        """Tokens that the context must hold besides the prompt."""
         return 1 if self.pooling is None else 0
 
 

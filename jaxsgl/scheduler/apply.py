@@ -202,7 +202,7 @@ class Applier:
                 bound, num_drafts = step.bound(place), len(step.drafts[place])
                 token_ids, reason = req.take(run[: bound.num_tokens])
                 num_tokens += len(token_ids)
-                req.launch_decode(len(token_ids) - (1 + num_drafts))  # what was computed behind them is not theirs
+                req.launch_decode(len(token_ids) - (1 + num_drafts))  # what was computed after them is not theirs
                 self._requests.moved(req)
                 of_drafts = None
                 if num_drafts:

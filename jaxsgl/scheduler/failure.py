@@ -2,7 +2,7 @@
 
 planner.py and apply.py raise `RequestFailure` where they work for one request at a time, before any length has moved;
 scheduler.py then ends the request and plans again. Faults in the work for a whole batch are traced to a request by
-`blame`. All others (in the cache, on the device) stay as they are and end the engine, since the state behind them can't
+`blame`. All others (in the cache, on the device) stay as they are and end the engine, since the state after them can't
 be trusted.
 """
 

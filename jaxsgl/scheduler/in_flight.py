@@ -62,7 +62,7 @@ class InFlightStep(msgspec.Struct, frozen=True):
 
     @property
     def extend_tokens(self) -> int:
-        """By which requests are extended."""
+        """Tokens of the chunks, which come before those of the requests that decode."""
         return self.offsets[self.num_chunks]
 
     def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:

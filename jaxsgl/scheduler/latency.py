@@ -132,7 +132,7 @@ class Latency(Timing):
     def budget(
         self, most: int, decoding: Collection[Req], continuing: Sequence[Claim], mixed: Sequence[Req]
     ) -> TokenBudget:
-        """What the next extend step may hold beside the decodes of `mixed`.
+        """What the next extend step may hold next to the decodes of `mixed`.
 
         Takes the size that extends most tokens a second, of all that end in time, supposing that all chunks begin at
         the deepest position. Before anything is measured, and where no size ends in time, it takes the smallest.

@@ -151,7 +151,7 @@ class PrefixesInProgress:
         return any(np.array_equal(prompt[:start], ids[:start]) for prompt in prompts)
 
     def _next_pages(self, num_pages: int) -> tuple[int, int]:
-        """Where the tokens begin and end that come behind `num_pages` cached pages, and are worth waiting for."""
+        """Where the tokens begin and end that come after `num_pages` cached pages, and are worth waiting for."""
         start = self._cache.tokens_of(num_pages)
         return start, start + self._least_tokens
 

@@ -110,7 +110,7 @@ class Req:
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
       prompt_ids: `[n]` int32, what steps embed; one array shared by all samples.
       media: its images and video frames, whose placeholder tokens are among `prompt_ids`.
-      rope_delta: what is added to the index of a token behind the prompt to get its position, if there are images.
+      rope_delta: what is added to the index of a token after the prompt to get its position, if there are images.
       output_ids: tokens read from the device so far.
       max_new_tokens: tokens it may generate, capped by context and pool.
       kv_len: tokens whose KV is stored or will be stored by steps in flight.

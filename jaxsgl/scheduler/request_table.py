@@ -92,7 +92,7 @@ class RequestTable:
         arrived_s = self._clock() if since_s is None else since_s
         younger = list(itertools.takewhile(lambda other: since[other] > arrived_s, reversed(since)))
         since[request_id] = arrived_s
-        for other in reversed(younger):  # which stay behind it: the first is due first
+        for other in reversed(younger):  # which stay after it: the first is due first
             since.move_to_end(other)
         for req in samples:
             self._arrived_s[req.key] = arrived_s

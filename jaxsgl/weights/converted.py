@@ -300,7 +300,7 @@ def _restore(folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
 
 
 def _concurrent_gb(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
-    """What Orbax may hold beside the parameters: as little as it accepts, twice the largest one and a byte."""
+    """What Orbax may hold besides the parameters: as little as it accepts, twice the largest one and a byte."""
     largest = max(map(_num_bytes, arrays))
     return math.ceil((2 * largest + 1) / 1e9)
 

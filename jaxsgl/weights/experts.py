@@ -32,7 +32,7 @@ class ExpertNames:
 
     Attributes:
       block: how all names begin; `{}` stands for the layer.
-      router: the router's weights, which may have a `.bias` beside them.
+      router: the router's weights, which may have a `.bias` next to them.
       choice_bias: the bias that counts for the choice alone, and its axes.
       may_lack_bias: without that tensor the bias is 0.
       gate, up, down: of one expert, for which `{}` stands.

@@ -1,8 +1,8 @@
 """Finds a model's folder, and makes its sharded parameters: read from files or drawn at random.
 
 Parameters are made one after another, a few small ones at a time: the host never holds more than `IN_FLIGHT_BYTES` or
-one parameter beside what the devices hold, on a CPU nothing beside the parameters. Knows no tensor names (`names.py`),
-no file formats (`tensor_files.py`) and no threads (`assembly.py`). The engine calls it at start-up:
+one parameter besides what the devices hold, on a CPU nothing besides the parameters. Knows no tensor names
+(`names.py`), no file formats (`tensor_files.py`) and no threads (`assembly.py`). The engine calls it at start-up:
 `resolve_model_folder` first.
 """
 
@@ -134,7 +134,7 @@ def _find(
 
 
 def _with_vocab_padding(pieces: tuple[Piece, ...], arch: ModelArch) -> tuple[Piece, ...]:
-    """The piece that is all rows of the vocabulary, and rows of zeros behind it."""
+    """The piece that is all rows of the vocabulary, and rows of zeros after it."""
     ((_, numbers),) = pieces
     zeros = np.broadcast_to(np.zeros((), numbers.dtype), (arch.vocab_padding, *numbers.shape[1:]))
     return Piece((slice(arch.vocab_size),), numbers), Piece((slice(arch.vocab_size, arch.vocab_rows),), zeros)

@@ -54,7 +54,7 @@ def order_name(storage: Storage) -> str:
 def names_in_stack(stack: str, part: str) -> tuple[str, ...]:
     """What the tensor that `part` of `tensor_names` means may be called of a stack of matrices: `stack` is its numbers.
 
-    Names have no "weight" there, or all of `part` behind the stack's (ModelOpt).
+    Names have no "weight" there, or all of `part` after the stack's (ModelOpt).
     """
     return tuple(dict.fromkeys((stack + part.removeprefix("weight"), stack if part == "weight" else f"{stack}_{part}")))
 

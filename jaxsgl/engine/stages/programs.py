@@ -43,9 +43,9 @@ class StageSpec(ProgramSpec):
         return super().step(bucket) if self.stage.is_last else [self.forward(forward_of(bucket))]
 
     def forward(self, bucket: Bucket) -> Program:
-        """The forward program of `bucket`. It takes the stream after what adapters and drafts take, of which none are.
+        """The forward program of `bucket`, which returns `Passed` of a stage but the last.
 
-        Of a stage but the last it returns `Passed`.
+        The stream is its last argument, after those for adapters and drafts, which are empty.
         """
         stream = () if self.stage.is_first else (self._stream(bucket),)
         if self.stage.is_last:

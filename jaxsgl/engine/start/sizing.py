@@ -2,7 +2,7 @@
 
 Where a flag is left out, the default depends on the platform: a CPU step is long, so it takes smaller batches. The
 engine calls this after the weights are loaded and before the KV pool is allocated, a second time if what the compiled
-steps need beside the pool turns out not to fit.
+steps need next to the pool turns out not to fit.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def plan_capacity(
     step_bytes: int = 0,
     adapters: PoolSize = NO_ADAPTERS,
 ) -> Capacity:
-    """All sizes of the engine, or of each of its ranks, whose largest step takes `step_bytes` beside the pool.
+    """All sizes of the engine, or of each of its ranks, whose largest step takes `step_bytes` next to the pool.
 
     `adapters` are in memory already. Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
@@ -304,7 +304,7 @@ def _row_bytes(config: EngineConfig, arch: ModelArch, platform: str) -> int:
 
 
 def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int) -> int:
-    """The most tokens of a step that extends prompts, beside which all other rows may decode in mixed steps."""
+    """The most tokens of a step that extends prompts, next to which all other rows may decode in mixed steps."""
     scheduling = config.scheduling
     decodes = num_rows - 1 if config.mixes_steps else 0
     chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(platform, OTHER_CHUNK_TOKENS)
@@ -358,7 +358,7 @@ def choose_num_pages(
       useful_tokens: tokens that fill all rows; bounds the pool on a CPU, whose memory other programs need too.
       rows_bytes: bytes that tables of running requests will take.
       reserved_bytes: bytes that other tables will take.
-      step_bytes: bytes that a step takes at most beside the pool, for as long as it runs.
+      step_bytes: bytes that a step takes at most next to the pool, for as long as it runs.
 
     Raises:
       ConfigError: pool and step don't fit into memory, or the pool can't hold one request of one prompt token.

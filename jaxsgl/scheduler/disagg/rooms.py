@@ -60,7 +60,7 @@ class Send(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Copy pages first .. stop - 1 of the request's prompt to the host, behind the steps launched so far."""
+    """Copy pages first .. stop - 1 of the request's prompt to the host, after the steps launched so far."""
 
     room: Room
     request_id: str

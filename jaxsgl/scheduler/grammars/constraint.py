@@ -119,7 +119,7 @@ class TokenLimits:
         self._allowed: Words = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
     def apply(self, words: Words, output_ids: Sequence[int]) -> None:
-        """Takes out of `words [ceil(V / 32)]` what may not come behind `output_ids`."""
+        """Takes out of `words [ceil(V / 32)]` what may not come after `output_ids`."""
         words &= self._allowed
         for before, last in self._followers.get(output_ids[-1], ()) if output_ids else ():
             if output_ids[-len(before) :] == before:
