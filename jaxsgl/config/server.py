@@ -19,8 +19,8 @@ from jaxsgl.errors import ConfigError
 TOOL_CALL_PARSERS = (
     "auto", "none",
     "hermes", "qwen3_coder", "seed_oss", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2", "deepseek_v31",
-    "deepseek_v3", "minimax_m2", "granite", "phi4_mini", "hunyuan", "nemotron", "cohere", "olmo3", "lfm2", "pythonic",
-    "gemma4", "json", "gpt-oss",
+    "deepseek_v3", "minimax_m2", "granite", "phi4_mini", "functools", "hunyuan", "nemotron", "cohere", "olmo3", "lfm2",
+    "pythonic", "gemma4", "json", "gpt-oss",
     "qwen", "qwen25", "smollm3", "granite4", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json",
     "llama4_pythonic", "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "phi4_mini_json", "hunyuan_a13b",
     "nemotron_json", "llama_nemotron_json", "openai", "cohere_command3", "cohere_command4",

@@ -26,6 +26,7 @@ class ReasoningForm:
       frames: what may begin and end the text behind it; none of it is text of the answer, wherever it stands.
       begin: what a prompt may write behind `open`.
       wraps: tags that may begin and end that text, and are text of the answer anywhere else.
+      also_opens, also_closes: what the model writes at times in place of `open` and `close`, if they are no tokens.
     """
 
     open: str
@@ -34,6 +35,13 @@ class ReasoningForm:
     frames: tuple[tuple[str, str], ...] = ()
     begin: str = ""
     wraps: tuple[tuple[str, str], ...] = ()
+    also_opens: tuple[str, ...] = ()
+    also_closes: tuple[str, ...] = ()
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """All that an answer may begin its reasoning with."""
+        return (self.open, *self.also_opens)
 
 
 class Parser(Protocol):
@@ -129,19 +137,20 @@ class AnswerParser:
         if self._mode == "reasoning":
             assert self._reasoning is not None
             kind: PartKind = "reasoning" if self._separate else "content"
-            return self._read_until(parts, kind, [self._reasoning.close], final)
+            return self._read_until(parts, kind, (self._reasoning.close, *self._reasoning.also_closes), final)
         return self._read_content(parts, final)
 
     def _begin(self, final: bool) -> bool:
         """Decides whether the answer begins with reasoning."""
         assert self._reasoning is not None
         text = self._buffer.lstrip()
-        if text.startswith(self._reasoning.open):
+        opening = next((opening for opening in self._reasoning.opens if text.startswith(opening)), None)
+        if opening is not None:
             self._mode = "reasoning"
             if self._separate:
                 self._strip = True
-                self._buffer = text[len(self._reasoning.open) :]
-        elif final or not self._reasoning.open.startswith(text):
+                self._buffer = text[len(opening) :]
+        elif final or not any(opening.startswith(text) for opening in self._reasoning.opens):
             self._mode = "content"
         else:
             return False

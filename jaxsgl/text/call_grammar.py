@@ -43,6 +43,7 @@ WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of gramma
 _MAX_NESTED = 30  # schemas in schemas that "unquoted" is held to
 _TELLING = frozenset({"type", "enum", "const", "properties", "additionalProperties", "items", "prefixItems"})
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_QUOTED = r"""/'([^'\\\x00-\x1f\x7f]|\\['"\\nrt])*'/"""  # as LFM2.5 writes texts
 _META = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -119,10 +120,11 @@ def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool,
     if reasoning.frames:
         begins, ends = (lark.rule(" | ".join(map(lark.mark, texts))) for texts in zip(*reasoning.frames, strict=True))
         start = f"{begins}? {start} {ends}?"
-    thought = lark.until(reasoning.close, "THOUGHT", budget)
+    thought = lark.until(reasoning.close, "THOUGHT", budget, reasoning.also_closes)
     if is_open or reasoning.opens_itself:
         return lark.grammar(f"{thought} {_SPACE} {start}")
-    return lark.grammar(f"({_SPACE} {lark.marks(reasoning.open)} {thought} {_SPACE})? {start}")
+    opening = lark.rule(" | ".join(map(lark.marks, reasoning.opens)))
+    return lark.grammar(f"({_SPACE} {opening} {thought} {_SPACE})? {start}")
 
 
 class Lark:
@@ -188,8 +190,10 @@ class Lark:
         self._terminals[name] = regex
         return name
 
-    def until(self, marker: str, name: str = "UNTIL", most_tokens: int | None = None) -> str:
-        """Returns the expression of any text up to and with `marker`.
+    def until(
+        self, marker: str, name: str = "UNTIL", most_tokens: int | None = None, others: Sequence[str] = ()
+    ) -> str:
+        """Returns the expression of any text up to and with `marker`, or one of `others` if that is no token.
 
         With `most_tokens`, `marker` is a token of its own, which comes after so many others at the latest.
         """
@@ -199,7 +203,8 @@ class Lark:
             return f"{self.rule(self.free(name, marker), f'max_tokens={most_tokens}')} {self.mark(marker)}"
         if self._token_of(marker) is not None:
             return f"{self.free(name, marker)} {self.mark(marker)}"
-        return self.rule(f"{self.free(name)} {literal(marker)}", "lazy")
+        ends = " | ".join(map(literal, (marker, *others)))
+        return self.rule(f"{self.free(name)} {f'({ends})' if others else ends}", "lazy")
 
     def within(self, limits: TextLimits, marker: str) -> str:
         """Returns the expression of a text that holds to `limits`, up to and with `marker`."""
@@ -393,7 +398,8 @@ class _Writer:
             return f'"\\n" {several} "\\n"'
         if form.indent:
             return f'"[" {literal(form.indent)} {several} {literal(chr(10))} "]"'
-        return f'/ ?\\[/ {several} "]"'
+        begin = "" if self._opening.endswith("[") else r"/ ?\[/"
+        return f'{begin} {several} "]"'
 
     def _json_call(self, name: str) -> str:
         form = self._form
@@ -497,13 +503,21 @@ class _Writer:
         lark, schema, lenient = self._lark, self._calls.tools[name], name not in self._calls.strict
         properties, required = self._parameters(name)
         if lenient and takes_any(schema):
-            pair = f'{lark.terminal("NAME", "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")} "=" {lark.rule(lark.json({}))}'
+            value = lark.rule(f"{lark.json({})} | {lark.terminal('QUOTED', _QUOTED)}")
+            pair = f'{lark.terminal("NAME", "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/")} "=" {value}'
             return f'{literal(f"{name}(")} ({pair} (", " {pair})*)? ")"'
         arguments = [
-            f"{literal(f'{key}=')} {lark.json_in(schema, value, lenient)}" for key, value in properties.items()
+            f"{literal(f'{key}=')} {self._python_value(value, schema, lenient)}" for key, value in properties.items()
         ]
         listed = _listed(lark, arguments, [key in required for key in properties])
         return f"{literal(f'{name}(')} {listed} {literal(')')}"
+
+    def _python_value(self, value: Any, root: Mapping[str, Any], lenient: bool) -> str:
+        """Returns the expression of an argument as JSON, or as a text in single quotes where any text will do."""
+        spelled = self._lark.json_in(root, value, lenient)
+        if without_annotations(value) != {"type": "string"}:
+            return spelled
+        return self._lark.rule(f"{spelled} | {self._lark.terminal('QUOTED', _QUOTED)}")
 
     def _unquoted_call(self, name: str) -> str:
         form, schema = self._form, self._calls.tools[name]

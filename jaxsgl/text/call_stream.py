@@ -50,7 +50,8 @@ class Region:
         """`constrained`: a grammar guarantees the calls. Calls beyond `most` are dropped."""
         self._form = form
         self._is_unopened = opening == form.head  # no grammar holds to anything then
-        self._opening, self._text = ("", opening) if self._is_unopened else (opening, "")
+        self._opening = "" if self._is_unopened else opening.removesuffix("[")
+        self._text = opening.removeprefix(self._opening)
         self._tools = tools
         self._most = most
         self._values: list[str] = []

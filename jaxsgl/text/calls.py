@@ -32,7 +32,7 @@ class CallForm:
         Qwen3-Coder and GLM write them; "invoked": several such calls in a row, as MiniMax's. "python": a list of calls
         as in Python. "unquoted": a name and an object whose keys have no quotes and whose texts stand between `quote`,
         as Gemma's.
-      opens: each of these texts opens calls, wherever it stands.
+      opens: each of these texts opens calls, wherever it stands; a bracket at its end is the list's.
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
       name_key, arguments_key: what the JSON object calls the name and the arguments.
@@ -126,6 +126,7 @@ FORMS: dict[str, CallForm] = {
     ),
     "granite": CallForm("json", opens=("<|tool_call|>", "<tool_call>"), one_by_one=False),
     "phi4_mini": CallForm("json", opens=("<|tool_call|>",), close="<|/tool_call|>", one_by_one=False),
+    "functools": CallForm("json", opens=("functools[",), one_by_one=False),
     "hunyuan": CallForm("json", opens=("<tool_calls>",), close="</tool_calls>", one_by_one=False),
     "nemotron": CallForm("json", opens=("<TOOLCALL>",), close="</TOOLCALL>", one_by_one=False),
     "cohere": CallForm(

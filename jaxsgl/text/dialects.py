@@ -30,7 +30,12 @@ REASONING_FORMS = {
     "think_always": ReasoningForm("<think>", "</think>", opens_itself=True),
     "mistral": ReasoningForm("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningForm("<seed:think>", "</seed:think>", begin="<seed:cot_budget_reflect>"),
-    "granite": ReasoningForm("Here is my thought process:", "Here is my response:"),
+    "granite": ReasoningForm(
+        "Here is my thought process:",
+        "Here is my response:",
+        also_opens=("Here's my thought process:",),
+        also_closes=("Here's my response:",),
+    ),
     "cohere": ReasoningForm(
         "<|START_THINKING|>",
         "<|END_THINKING|>",
@@ -54,7 +59,7 @@ _CALL_NAMES = {
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v31", "phi4_mini_json": "phi4_mini", "hunyuan_a13b": "hunyuan",
+    "deepseekv31": "deepseek_v31", "phi4_mini_json": "functools", "hunyuan_a13b": "hunyuan",
     "nemotron_json": "nemotron", "llama_nemotron_json": "nemotron", "openai": HARMONY,
     **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
@@ -72,6 +77,7 @@ _CALL_SIGNS = (
     (re.compile(r"<function="), "qwen3_coder"),
     (re.compile(r"<arg_key>"), "glm45"),
     (re.compile(r"<\|START_ACTION\|>"), "cohere"),
+    (re.compile(r"\bfunctools\b"), "functools"),
     (re.compile(r"<function_calls>"), "olmo3"),
     (re.compile(r"<\|tool_(?:list|call)_start\|>"), "lfm2"),
     (re.compile(r"<\|/tool_call\|>"), "phi4_mini"),
@@ -96,6 +102,7 @@ _REASONING_SIGNS = (
     (re.compile(r"</think>|add_generation_prompt(?s:.*)<think>"), "think"),
     (re.compile(r"\[/THINK\]"), "mistral"),
     (re.compile(r"<\|channel>thought"), "gemma4"),
+    (re.compile(r"Here is my thought process:"), "granite"),
 )
 
 

@@ -80,6 +80,7 @@ TEXTS = {
     ],
     "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
+    "functools": ['functools[{"name": "weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]'],
     "hunyuan": [
         '<tool_calls>[{"name": "weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]</tool_calls>'
     ],
@@ -92,7 +93,10 @@ TEXTS = {
     ],
     "pythonic": ['[weather(city="x", unit="C"), now()]'],
     "olmo3": ['<function_calls>\nweather(city="x", days=2)\nnow()\n</function_calls>'],
-    "lfm2": ['<|tool_call_start|>[weather(city="x", unit="C"), now()]<|tool_call_end|>'],
+    "lfm2": [
+        "<|tool_call_start|>[weather(city='x, \\'y\\' \"z\"\\n', unit=\"C\")]<|tool_call_end|>",
+        '<|tool_call_start|>[weather(city="x", unit="C"), now()]<|tool_call_end|>',
+    ],
     "gemma4": [
         '<|tool_call>call:weather{city:<|"|>x\ny<|"|>,days:3,unit:<|"|>C<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>'
     ],
@@ -286,6 +290,20 @@ def test_names_that_are_none_in_python_are_written_and_read(name: str) -> None:
         "maps/find-way",
         '{"from":"a","max-results":2}',
     ]
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("Here is", "Here's"), ("Here's", "Here is")])
+def test_granites_reasoning_is_read_and_held_to_a_grammar_in_both_spellings(opening: str, closing: str) -> None:
+    of, form = grammars(True), REASONING_FORMS["granite"]
+    call = '<|tool_call|>[{"name": "now", "arguments": {}}]'
+    text = f"{opening} my thought process: functools\n{closing} my response: {call}"
+    assert of.allows(lark_of(of, "granite", form, required=True), text)
+    assert not of.allows(lark_of(of, "granite", form, required=True), text.replace("my response", "an answer"))
+    parts = Dialect(form, FORMS["granite"]).parser(TOOLS)
+    read = [part for char in text for part in parts.feed(char)] + parts.finish()
+    found = [(part.kind, part.text) for part in read]
+    reasoning = "".join(text for kind, text in found if kind == "reasoning")
+    assert (reasoning, found[-2:]) == ("functools", [("call", "now"), ("arguments", "{}")])
 
 
 def test_operators_of_what_a_client_sends_are_text() -> None:
