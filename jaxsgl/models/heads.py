@@ -70,39 +70,15 @@ class EagleArch:
         if not path.is_file():
             raise CheckpointError(f"{folder} is not the folder of an EAGLE-3 head: it has no config.json")
         values = read_object(path)
-        of_layer: Mapping[str, Any] = values
-        names, prefix = values.get("architectures") or [], SPECFORGE
-        if values.get("speculators_model_type") == "eagle3":
-            of_layer, prefix = values.get("transformer_layer_config") or {}, SPECULATORS
-        elif "LlamaForCausalLMEagle3" not in names:
-            raise CheckpointError(
-                f"{path}: architectures is {names}, but a head of EAGLE-3 is LlamaForCausalLMEagle3, or has "
-                "speculators_model_type eagle3"
-            )
-        if target.centred:
-            raise CheckpointError(
-                f"{path}: a head reads the residual stream with its mean, and that of {target.name} is kept without: "
-                "serve it without a head, or draft with --speculative-algorithm NGRAM"
-            )
+        of_layer, prefix = _described_layer(path, values)
         for key in ("norm_before_fc", "fc_norm"):
             if values.get(key):
                 raise CheckpointError(f"{path}: {key} is {values[key]}, but heads with norms before fc can't be used")
         kept = {key: value for key, value in of_layer.items() if key not in _OTHER_KEYS}
         kept |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
         layer = ModelArch.from_values(path, kept)
-        if layer.num_layers != 1 or layer.attention_bias or layer.mlp_bias or layer.attention_out_bias:
-            raise CheckpointError(f"{path}: a head has one layer without biases, but this one has others")
-        if layer.vocab_size != target.vocab_size:
-            raise CheckpointError(
-                f"{path}: vocab_size is {layer.vocab_size}, but {target.name}'s is {target.vocab_size}: it is another "
-                "model's head"
-            )
         size = values.get("target_hidden_size") or layer.hidden_size
-        if size != target.hidden_size:
-            raise CheckpointError(
-                f"{path}: the head reads states of {size} numbers, but {target.name} has {target.hidden_size}: it is "
-                "another model's head"
-            )
+        _check_fits(path, layer, size, target)
         return cls(
             layer=layer,
             taps=_read_taps(path, values, target.num_layers),
@@ -116,6 +92,40 @@ class EagleArch:
     def on_devices(self, num_devices: int) -> EagleArch:
         """The head as `num_devices` share it."""
         return replace(self, layer=self.layer.on_devices(num_devices, by_experts=False))
+
+
+def _described_layer(path: Path, values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """What describes the layer, as a model of that layer alone, and how its tensors' names begin."""
+    if values.get("speculators_model_type") == "eagle3":
+        return values.get("transformer_layer_config") or {}, SPECULATORS
+    names = values.get("architectures") or []
+    if "LlamaForCausalLMEagle3" not in names:
+        raise CheckpointError(
+            f"{path}: architectures is {names}, but a head of EAGLE-3 is LlamaForCausalLMEagle3, or has "
+            "speculators_model_type eagle3"
+        )
+    return values, SPECFORGE
+
+
+def _check_fits(path: Path, layer: ModelArch, size: int, target: ModelArch) -> None:
+    """Raises `CheckpointError` unless the head, which reads states of `size` numbers, can draft for `target`."""
+    if target.centred:
+        raise CheckpointError(
+            f"{path}: a head reads the residual stream with its mean, and that of {target.name} is kept without: "
+            "serve it without a head, or draft with --speculative-algorithm NGRAM"
+        )
+    if layer.num_layers != 1 or layer.attention_bias or layer.mlp_bias or layer.attention_out_bias:
+        raise CheckpointError(f"{path}: a head has one layer without biases, but this one has others")
+    if layer.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{path}: vocab_size is {layer.vocab_size}, but {target.name}'s is {target.vocab_size}: it is another "
+            "model's head"
+        )
+    if size != target.hidden_size:
+        raise CheckpointError(
+            f"{path}: the head reads states of {size} numbers, but {target.name} has {target.hidden_size}: it is "
+            "another model's head"
+        )
 
 
 def _read_taps(path: Path, values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
