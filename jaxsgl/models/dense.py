@@ -244,7 +244,7 @@ class DecoderLayers(Matrices):
     def _through_blocks(
         self, index: int, x_TD: jax.Array, read_TD: Rows, step: _Pass
     ) -> tuple[jax.Array, tuple[Update, ...]]:
-        """The stream after the mixer of a layer, unless nothing follows that, and what is still to be added to it.
+        """The stream before the last block of a layer, and what that block, or two next to each other, add to it.
 
         A layer is a mixer and then an MLP, both next to each other (`arch.parallel`), or one of them alone.
         """
