@@ -188,6 +188,20 @@ def test_no_tunnel_is_made() -> None:
     assert b"this server is no proxy" in got
 
 
+@pytest.mark.parametrize(
+    ("sent", "way_out"),
+    [(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"--grpc-port"), (bytes.fromhex("160301020001"), b"--ssl-certfile")],
+    ids=["http2", "tls"],
+)
+def test_a_client_of_another_protocol_is_told_which_port_or_flag_it_wants(sent: bytes, way_out: bytes) -> None:
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            return await answer_to(port, sent)
+
+    answer = asyncio.run(scenario())
+    assert answer.startswith(b"HTTP/1.1 400 ") and way_out in answer
+
+
 def test_a_head_that_is_too_large_is_told_so() -> None:
     async def scenario() -> bytes:
         async with serving() as (port, _):

@@ -30,6 +30,11 @@ MIN_BYTES_PER_S = 1024  # a client that takes less of an answer that waits for i
 KEEP_ALIVE_S = 75
 PROBE_S = 5.0  # for each wait on a connection past the cap
 LEFT_S = 1.0  # between looks for the end of a client whose further requests wait unread
+# How what is sent to the wrong port begins, and what its sender should do.
+OTHER_PROTOCOLS = (
+    (b"PRI * HTTP/2", "what came is HTTP/2, which gRPC speaks: call the port of --grpc-port, or send HTTP/1.1"),
+    (b"\x16\x03", "what came is TLS, but the server has no certificate: use http://, or start it with --ssl-certfile"),
+)
 _LEFT = getattr(select, "POLLRDHUP", 0) | select.POLLHUP
 
 logger = logging.getLogger(__name__)
@@ -113,7 +118,8 @@ class Connection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            status, words = self._refusal or (400, f"what came is no HTTP request: {error}")
+            other = next((words for begin, words in OTHER_PROTOCOLS if data.startswith(begin)), None)
+            status, words = self._refusal or (400, other or f"what came is no HTTP request: {error}")
             logger.warning("refusing what a client has sent, and ending its connection: %s", words)
             self._answer_and_end(status, words)
         if self._running is None and self._head_timer is None and not self._client.is_closing():
