@@ -301,6 +301,22 @@ def test_internal_errors_are_logged_and_not_shown_to_the_client(caplog: pytest.L
     assert "a secret" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/v1/chat/completions", "/v1/chat/completions"), ("/chat/completions", "/v1/chat/completions"),
+        ("/completions/", "/v1/completions"), ("/openai/v1/models", "/v1/models"), ("/nowhere", ""), ("/v1", ""),
+    ],
+)  # fmt: skip
+def test_a_path_with_another_beginning_is_answered_with_the_one_that_is_meant(
+    http: httpx.Client, path: str, meant: str
+) -> None:
+    refused = http.post(path, json={})
+    assert refused.status_code == 404
+    message = error_of(refused)["message"]
+    assert message == f"no such path: POST {path}" + (f": send it to {meant}" if meant else "")
+
+
 def test_the_description_says_400_where_fastapi_would_say_422(http: httpx.Client) -> None:
     description = http.get("/openapi.json").json()
     operations = [operation for path in description["paths"].values() for operation in path.values()]

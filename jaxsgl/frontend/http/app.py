@@ -14,6 +14,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 import jaxsgl
@@ -58,8 +59,10 @@ def build_app(front_end: FrontEnd) -> FastAPI:
     """Returns the application with every endpoint, for `front_end`."""
     app = FastAPI(title="jaxsgl", version=jaxsgl.__version__, responses=errors.RESPONSES, docs_url=None, redoc_url=None)
     errors.add_handlers(app, counting(front_end.metrics))
-    for router in ROUTERS:
-        app.include_router(router(front_end))
+    routers = [router(front_end) for router in ROUTERS]
+    for router in routers:
+        app.include_router(router)
+    app.state.paths = tuple(route.path for router in routers for route in router.routes if isinstance(route, APIRoute))
     # The middleware added last is the first that a request passes.
     config = front_end.config
     files = {batches.FILES_PATH: batches.MAX_FILE_BYTES} if config.batch_dir is not None else {}

@@ -175,7 +175,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         return await _on_client_gone(request, error)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"no such path: {request.method} {request.url.path}"
+        message = f"no such path: {request.method} {request.url.path}{_meant(request)}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED and message == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
         allowed = (error.headers or {}).get("Allow")
         message = f"{request.url.path} doesn't know the method {request.method}" + (
@@ -186,6 +186,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     refused = answer(error.status_code, message)
     refused.headers.update(error.headers or {})
     return refused
+
+
+def _meant(request: Request) -> str:
+    """Returns which path may be meant by one that has a part too many or too few before it, as /v1; else nothing."""
+    path, known = request.url.path.rstrip("/"), getattr(request.app.state, "paths", ())
+    within = [each for each in known if each != "/" and path.endswith(each)]
+    beyond = [each for each in known if path and each.endswith(path)]
+    if not (within or beyond):
+        return ""
+    return f": send it to {max(within, key=len) if within else min(beyond, key=len)}"
 
 
 def _invalid(error: Exception) -> InvalidRequest:
