@@ -221,6 +221,27 @@ def test_past_its_deadline_a_request_computes_what_it_lacks() -> None:
     assert extended(stepper) - before > 20 and stepper.scheduler.load(0).host.given_up == 1
 
 
+@pytest.mark.parametrize(("timeout_s", "loads"), [(3.0, False), (60.0, True)])
+def test_a_request_does_not_wait_for_loads_that_take_up_its_time(timeout_s: float, loads: bool) -> None:
+    """Turns of a second load two pages each; the first chat has most of 12 to load when the second comes."""
+    stepper = Stepper(small(36), tier_of(small(36), most_pages=2), timeout_s=timeout_s)
+    for name, prompt in (("a1", A), ("b1", B), ("c", C), ("d", list(range(700, 748))), ("e", list(range(800, 848)))):
+        stepper.run(asked(name, prompt))
+    stepper.receive(asked("a2", [*A, 1, 2]))
+    for _ in range(3):
+        stepper.turn()
+        stepper.now_s += 1.0
+    assert loading(stepper) == ["a2"]
+    stepper.receive(asked("b2", [*B, 1, 2]))
+    stepper.turn()
+    assert loading(stepper) == (["a2", "b2"] if loads else ["a2"])
+    stepper.turn()
+    stepper.turn()
+    assert ("b2" in stepper.outputs) != loads
+    stepper.run()
+    assert stepper.outputs["b2"] == expected([*B, 1, 2]) and stepper.outputs["a2"] == expected([*A, 1, 2])
+
+
 def test_new_weights_find_nothing_on_the_host_and_stop_loads() -> None:
     stepper = begun()
     stepper.scheduler.pause()

@@ -47,6 +47,7 @@ class LoadRule:
         self._load_token_s = load_token_s
         self._least_tokens = least_tokens
         self._compute_token_s: float | None = None
+        self._turn_token_s: float | None = None  # of loading, in turns that compute as well
 
     def pays(self, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens should be loaded; supposed to, as long as no prompt was computed."""
@@ -56,9 +57,19 @@ class LoadRule:
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Takes the time of a step that extended prompts by `num_tokens` tokens."""
-        token_s = seconds / num_tokens
-        known = self._compute_token_s
-        self._compute_token_s = token_s if known is None else known + _SMOOTHING * (token_s - known)
+        self._compute_token_s = _smoothed(self._compute_token_s, seconds / num_tokens)
+
+    def begins_in_time(self, num_ahead: int) -> bool:
+        """Whether a request will have loaded something before it has waited too long, after `num_ahead` tokens."""
+        return self._turn_token_s is None or num_ahead * self._turn_token_s < self.timeout_s
+
+    def loaded(self, num_tokens: int, seconds: float) -> None:
+        """Takes the time of a turn that loaded `num_tokens` tokens, and computed whatever else."""
+        self._turn_token_s = _smoothed(self._turn_token_s, seconds / num_tokens)
+
+
+def _smoothed(known: float | None, newest: float) -> float:
+    return newest if known is None else known + _SMOOTHING * (newest - known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,7 @@ class HostCopies(Resource):
         self._totals = totals
         self._host_totals = HostLoad()  # as far as they are not those of the tier
         self._clock = clock
+        self._last_load: tuple[float, int] | None = None  # when, and how many tokens, if the last plan loaded some
 
     def draft(self, plan: PlanInTheMaking) -> HostDraft:
         """See `Resource`."""
@@ -162,6 +174,8 @@ class HostCopies(Resource):
 
     def carry_out(self, actions: Iterable[Action]) -> None:
         """Begins writes and loads, and stops those for which there is no room."""
+        actions = tuple(actions)
+        self._time_loads(sum(action.num_pages for action in actions if isinstance(action, LoadPages)))
         for action in actions:
             match action:
                 case Write():
@@ -172,6 +186,14 @@ class HostCopies(Resource):
                     self._load(action)
                 case StopLoad(req):
                     self._stop(req)
+
+    def _time_loads(self, num_pages: int) -> None:
+        """Measures the turn from one load to the next."""
+        now_s = self._clock()
+        if num_pages and self._last_load is not None and self.requests.prefetching:  # loads went on in between
+            then_s, num_tokens = self._last_load
+            self.rule.loaded(num_tokens, now_s - then_s)
+        self._last_load = (now_s, self.cache.tokens_of(num_pages)) if num_pages else None
 
     def carried_out(self, actions: Iterable[Action]) -> None:
         """Gives loaded pages to the prefix cache."""
@@ -319,7 +341,10 @@ class HostDraft(ResourceDraft):
             return 0
         most = cache.pages_for(cache.page_floor(len(req.matchable_ids) - 1))  # a token is left to compute
         count = len(self._copies.tier.run_of(req.page_names[:most], prefix.num_pages))
-        return count if rule.pays(cache.tokens_of(count)) else 0
+        if not rule.pays(cache.tokens_of(count)):
+            return 0
+        num_ahead = sum(len(other.to_load) for other in self._loading()) + sum(self._begun.values())
+        return count if rule.begins_in_time(cache.tokens_of(num_ahead)) else 0
 
 
 def plan_loads(
