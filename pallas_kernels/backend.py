@@ -103,6 +103,22 @@ class ExtendAhead(Protocol):
         ...
 
 
+class AttendToChosen(Protocol):
+    """`attend_to_chosen` on one backend."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        chosen: jax.Array,
+        query_offsets: jax.Array,
+        kv: PagedKv,
+        options: AttentionOptions,
+        interpret: bool,
+    ) -> jax.Array:
+        """Queries `[T, N, H]` at offsets `[S + 1]`, positions `[T, k]`; returns `[T, N, value_dim or more]`."""
+        ...
+
+
 class StoreAndDecode(Protocol):
     """`store_and_decode` on one backend."""
 
@@ -477,6 +493,10 @@ class Backend:
     """None where XLA multiplies what a `decode` over latents returns."""
     extend_ahead: Kernel[ExtendAhead] | None = None
     """None where no query sees what comes after it."""
+    attend_to_chosen: Kernel[AttendToChosen] | None = None
+    """None where XLA gathers what is chosen."""
+    cuts_entries: bool = False
+    """Whether its attention takes queries of fewer numbers than an entry of the cache has, as `api.attention` does."""
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

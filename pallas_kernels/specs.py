@@ -18,6 +18,7 @@ from pallas_kernels.api.attention import (
     paged_extend_attention,
     store_and_decode,
 )
+from pallas_kernels.api.chosen import attend_to_chosen
 from pallas_kernels.api.products import float8_product, float8_rows, quantized_product
 from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_kv
 from pallas_kernels.latent import LatentHeads, LatentQkv
@@ -66,10 +67,12 @@ class ArgSpec:
     """V of a latent's heads."""
     kept_head_dim: int | None = None
     """The cache's H, if it keeps zeros after the numbers of a head; queries of attention have it too."""
+    index_size: int = 0
+    """Numbers that the cache has after these, of the key of an index."""
 
     @property
     def width(self) -> int:
-        """The cache's H."""
+        """H of queries and keys."""
         return self.kept_head_dim or self.head_dim
 
     @property
@@ -106,7 +109,7 @@ class ArgSpec:
 
     def paged_kv(self) -> PagedKv:
         """The cache, its page table and lengths as shapes."""
-        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.width)
+        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.width + self.index_size)
         pages: Any = jax.ShapeDtypeStruct(shape, self.cache_dtype)
         scales: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(jnp.shape(scale), jnp.float32) for name, scale in self.scales.items()
@@ -150,6 +153,11 @@ class ArgSpec:
         """q, query_offsets and kv of `paged_extend_attention`, as shapes."""
         return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
 
+    def chosen_args(self, num_tokens: int) -> tuple[Any, ...]:
+        """q, chosen, query_offsets and kv of `attend_to_chosen`, as shapes: half of the longest sequence is chosen."""
+        count = self.pages_per_seq * self.page_size // 2
+        return self._queries(num_tokens), _int32(num_tokens, count), _int32(self.num_seqs + 1), self.paged_kv()
+
     def latent_heads(self) -> LatentHeads:
         """The matrices of a layer with a latent, as shapes."""
         assert self.value_dim is not None
@@ -171,7 +179,8 @@ class ArgSpec:
     def calls(self) -> tuple[_Call, ...]:
         """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments.
 
-        Of a latent its store, its decode with and without outputs, and extend.
+        Of a latent its store, its decode with and without outputs, and extend; with an index attention to what it
+        chooses in place of the store, which is XLA's.
         """
         attention: tuple[_Call, ...] = (
             (paged_decode_attention, self.decode_args(), self.attention),
@@ -179,8 +188,14 @@ class ArgSpec:
         )
         if self.value_dim is not None:
             with_heads = (*self.decode_args(), self.latent_heads())
+            own: tuple[_Call, ...] = ((store_latents, self.store_latents_args(), {}),)
+            if self.index_size:
+                own = tuple(
+                    (op, self.chosen_args(num_tokens), {"options": self.options})
+                    for op, num_tokens in ((decode_chosen, self.num_seqs), (extend_chosen, self.num_tokens))
+                )
             return (
-                (store_latents, self.store_latents_args(), {}),
+                *own,
                 *attention,
                 (decode_latents, with_heads, {"options": self.options}),
             )
@@ -201,6 +216,16 @@ def store_latents(pages: jax.Array, qkv: LatentQkv, slots: jax.Array, **choice: 
     """`absorb_and_store` with the pages first and returned first, as for `store_kv`."""
     q, pages = absorb_and_store(qkv, pages, slots, **choice)
     return pages, q
+
+
+def decode_chosen(*args: Any, **choice: Any) -> jax.Array:
+    """`attend_to_chosen` of one token of each sequence."""
+    return attend_to_chosen(*args, **choice)
+
+
+def extend_chosen(*args: Any, **choice: Any) -> jax.Array:
+    """`attend_to_chosen` of more tokens."""
+    return attend_to_chosen(*args, **choice)
 
 
 def store_decoded(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -> tuple[PagedKv, jax.Array]:
@@ -378,13 +403,19 @@ GRID_SPECS = (
     _serving_spec(512, 16, 64, "bf16", "window"),
 )
 
-# The latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3.
+# The latents of DeepSeek-V2-Lite (or V3 on 8 devices), GLM-4.7-Flash, Kimi-K2 and DeepSeek-V3, then those of GLM-5 on 8
+# devices and DeepSeek-V3.2, whose entries end in the key of an index.
 LATENT_SPECS = tuple(
     ArgSpec(
-        f"latent_g{num_groups}_{dtype.name}", 32, 1024, 64, 64, 1, num_groups, 576, dtype, value_dim=512,
-        num_absorbing=192 if num_groups == 20 else 128, num_outputs=256 if num_groups == 20 else 128,
+        f"latent_g{num_groups}_{dtype.name}{'_index' if index_size else ''}", 32, 1024, 64, 64, 1, num_groups, 576,
+        dtype, value_dim=512, num_absorbing=192 if num_groups in (8, 20) else 128,
+        num_outputs=256 if num_groups in (8, 20) else 128, index_size=index_size,
     )
-    for dtype, every in ((jnp.dtype(jnp.bfloat16), (16, 20, 64, 128)), (jnp.dtype(jnp.float32), (16, 128)))
+    for dtype, every, index_size in (
+        (jnp.dtype(jnp.bfloat16), (16, 20, 64, 128), 0),
+        (jnp.dtype(jnp.float32), (16, 128), 0),
+        (jnp.dtype(jnp.bfloat16), (8, 128), 128),
+    )
     for num_groups in every
 )  # fmt: skip
 

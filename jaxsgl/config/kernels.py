@@ -22,6 +22,7 @@ OP_OF_NAME = {
     "quantized": "quantized_product",
     "float8": "float8_product",
     "states": "delta_decode",
+    "chosen": "attend_to_chosen",
 }
 BACKENDS_OF_NAME = {
     "decode": ATTENTION_BACKENDS,
@@ -34,6 +35,7 @@ BACKENDS_OF_NAME = {
     "quantized": ("auto", "xla", "triton", "mosaic_tpu", "reference"),
     "float8": ("auto", "xla", "triton", "mosaic_gpu", "reference"),
     "states": ("auto", "xla", "native", "triton"),
+    "chosen": ("auto", "xla", "triton"),
 }
 
 

@@ -140,6 +140,9 @@ class Pages:
         self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
 
+        if qkv.num_chosen:  # entries go on after a key
+            q_TNH = q_TNH[..., : qkv.head_dim]
+
         def to_all() -> jax.Array:
             if self._kind == "decode":
                 return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
@@ -174,8 +177,8 @@ class Pages:
         assert chosen is not None, "the first layer has an index"
 
         def to_chosen() -> jax.Array:
-            q = q_TNH[..., : qkv.head_dim]
-            return qkv.heads.outputs(attend_to_chosen(q, chosen, offsets, kv, options))
+            backend = self._kernels.attend_to_chosen
+            return qkv.heads.outputs(attend_to_chosen(q_TNH, chosen, offsets, kv, options, backend=backend))
 
         out: jax.Array = lax.cond(chooses_all, to_all, to_chosen)
         return out

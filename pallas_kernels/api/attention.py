@@ -5,15 +5,17 @@ how a backend attends: it asks `dispatch` for one and calls it.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.api.stores import as_kept, check_new_tokens, rotate_and_store
-from pallas_kernels.backend import refuse_nothing
+from pallas_kernels.backend import Backend, Kernel, refuse_nothing
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, KernelChoice
 from pallas_kernels.chunks import in_newest_chunk, split_at_chunks
 from pallas_kernels.dispatch import choose_backend, choose_kernel, refusals_of
+from pallas_kernels.kept_heads import widened
 from pallas_kernels.latent import LatentHeads
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.order import is_order_fixed
@@ -81,7 +83,8 @@ def paged_decode_attention(
 
     Args:
         q: `[S, N, H]`, the query at position lengths[s] - 1, whose KV is stored already. Query head n reads kv head
-            n // (N // K).
+            n // (N // K). Where values are part of keys (`options.value_dim`), H may be less than the cache's: the
+            first H numbers of an entry are then the key.
         kv: the cache; a sequence of length 0 is a padding row, whose output is zeros.
         options: softmax scale, sliding window, chunks, soft cap, and what is a value.
         sinks: `[N]` float32, a score per query head that joins the denominator of its softmax and has no value; None
@@ -95,8 +98,10 @@ def paged_decode_attention(
     _check_decode(q, kv, options, sinks)
     if is_order_fixed():
         options = dataclasses.replace(options, in_fixed_order=True)
-    kv, options = in_newest_chunk(kv, options)
-    decode = choose_kernel("paged_decode_attention", lambda each: each.decode, backend, q, kv, interpret=interpret)
+    kv, options = in_newest_chunk(kv, options.for_heads(q.shape[2]))
+    decode = choose_kernel(
+        "paged_decode_attention", lambda each: _fitting(each, each.decode, kv), backend, q, kv, interpret=interpret
+    )
     out = decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret)
     return _scale_output(out, kv)[..., : options.value_dim]
 
@@ -126,12 +131,12 @@ def decode_latents(
             f"heads.weights is {heads.weights.shape}; it must be [N, D + V, C] with the N of q {q.shape} and C = "
             f"{options.value_dim}, options.value_dim"
         )
-    refusals = refusals_of(lambda each: each.decode, q, kv)
+    refusals = refusals_of(lambda each: _fitting(each, each.decode, kv), q, kv)
     chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
-    kernel = chosen.decode_latents
+    kernel = _fitting(chosen, chosen.decode_latents, kv)
     if kernel is None or is_order_fixed() or kernel.refuse(q, kv, heads) is not None:
         return heads.outputs(paged_decode_attention(q, kv, options, backend=chosen.name, interpret=interpret))
-    return kernel.run(q, kv, heads, options, interpret)
+    return kernel.run(q, kv, heads, options.for_heads(q.shape[2]), interpret)
 
 
 def paged_extend_attention(
@@ -151,7 +156,7 @@ def paged_extend_attention(
 
     Args:
         q: `[T, N, H]`; sequence s owns q[query_offsets[s]:query_offsets[s + 1]], its last tokens, so that its i-th
-            query stands at position lengths[s] - num_queries + i. Query head n reads kv head n // (N // K).
+            query stands at position lengths[s] - num_queries + i. Heads and H as in `paged_decode_attention`.
         query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from
             query_offsets[S] on are padding, and their output is zeros.
         kv: the cache, the new tokens already stored.
@@ -171,17 +176,20 @@ def paged_extend_attention(
         )
     if seen is not None and options.chunk is not None:
         raise ValueError(f"options.chunk is {options.chunk}; it must be None where queries see ahead")
-    query_offsets, kv, options = split_at_chunks(query_offsets, len(q), kv, options)
+    query_offsets, kv, options = split_at_chunks(query_offsets, len(q), kv, options.for_heads(q.shape[2]))
     scaled, call = _scale_queries(q, kv), (query_offsets, kv.unscaled(), sinks, options, interpret)
     if seen is None:
-        extend = choose_kernel("paged_extend_attention", lambda each: each.extend, backend, q, kv, interpret=interpret)
+        extend = choose_kernel(
+            "paged_extend_attention", lambda each: _fitting(each, each.extend, kv), backend, q, kv, interpret=interpret
+        )
         out = extend(scaled, *call)
     else:
         if seen.shape != q.shape[:1] or seen.dtype != jnp.int32:
             raise ValueError(f"seen is {seen.shape} {seen.dtype}; it must be [T] int32, and q has T = {q.shape[0]}")
         ahead = choose_kernel(
-            "paged_extend_attention", lambda each: each.extend_ahead, backend, q, kv, interpret=interpret
-        )
+            "paged_extend_attention", lambda each: _fitting(each, each.extend_ahead, kv), backend, q, kv,
+            interpret=interpret,
+        )  # fmt: skip
         out = ahead(scaled, *call, seen)
     return _scale_output(out, kv)[..., : options.value_dim]
 
@@ -197,10 +205,12 @@ def _check_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, sinks
     check_pages(kv)
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
-    if q.ndim != 3 or q.shape[2] != kv.head_dim:
-        raise ValueError(f"q {q.shape} must be [T, N, H] with the H of kv.k {kv.k.shape}")
-    if (options.value_dim or 0) > kv.head_dim:
-        raise ValueError(f"value_dim is {options.value_dim}; it must be at most the H of kv.k {kv.k.shape}")
+    if q.ndim != 3 or not (q.shape[2] == kv.head_dim or (options.value_dim and q.shape[2] < kv.head_dim)):
+        raise ValueError(
+            f"q {q.shape} must be [T, N, H] with the H of kv.k {kv.k.shape}, or less where values are part of keys"
+        )
+    if (options.value_dim or 0) > q.shape[2]:
+        raise ValueError(f"value_dim is {options.value_dim}; it must be at most the H of q {q.shape}")
     if q.shape[1] % kv.num_kv_heads:
         raise ValueError(f"q has {q.shape[1]} heads; it must be a multiple of the {kv.num_kv_heads} kv heads")
     if kv.page_table.ndim != 2 or kv.lengths.shape != kv.page_table.shape[:1]:
@@ -210,6 +220,14 @@ def _check_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, sinks
             raise ValueError(f"{name} has dtype {array.dtype}; it must be int32")
     if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != jnp.float32):
         raise ValueError(f"sinks is {sinks.shape} {sinks.dtype}; it must be [N] float32, and q has N = {q.shape[1]}")
+
+
+def _fitting(backend: Backend, kernel: Kernel[Any] | None, kv: PagedKv) -> Kernel[Any] | None:
+    """The kernel as it takes queries of fewer numbers than an entry of the cache has: if it can't, with zeros."""
+    if kernel is None or backend.cuts_entries:
+        return kernel
+    run, refuse, width = kernel.run, kernel.refuse, kv.head_dim
+    return Kernel(lambda q, *rest: run(widened(q, width), *rest), lambda q, *rest: refuse(widened(q, width), *rest))
 
 
 def _scale_queries(q: jax.Array, kv: PagedKv) -> jax.Array:

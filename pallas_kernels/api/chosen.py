@@ -1,6 +1,6 @@
 """Attention to some of a sequence's tokens: which ones an index chooses, and attention of each query to those.
 
-Owns the checks of both. XLA computes them on every device; `xla.chosen` says how. Used by the engine for layers over a
+Owns the checks of both. XLA chooses on every device; `xla.chosen` says how. Used by the engine for layers over a
 latent, whose cache entries hold the index's keys, too.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.choice import AUTO
+from pallas_kernels.dispatch import choose_kernel
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv, check_pages
 from pallas_kernels.token_index import TokenIndex
@@ -41,7 +43,14 @@ def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, firs
 
 
 def attend_to_chosen(
-    q: jax.Array, chosen: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions
+    q: jax.Array,
+    chosen: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    options: AttentionOptions,
+    *,
+    backend: str = AUTO,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention of each query to the tokens at `chosen` of its sequence alone: `[T, N, C]` in q's dtype.
 
@@ -51,16 +60,19 @@ def attend_to_chosen(
         query_offsets: as for `choose_tokens`.
         kv: the cache, of one kv head; `v` is `k`.
         options: the scale, and `value_dim`, C; no window and no cap.
+        backend: a backend that has the op, or "auto": the best one that can run.
+        interpret: run a Pallas backend in its interpreter, on any platform.
 
     Raises:
-        ValueError: shapes or options that don't fit.
+        ValueError: shapes or options that don't fit, or a backend that can't run here.
     """
     _check(kv, query_offsets)
     if q.ndim != 3 or chosen.ndim != 2 or len(q) != len(chosen) or q.shape[2] > kv.head_dim:
         raise ValueError(f"q {q.shape} must be [T, N, H], chosen {chosen.shape} [T, k], H at most {kv.head_dim}")
     if options.value_dim is None or options.sliding_window is not None or options.logit_soft_cap is not None:
         raise ValueError(f"{options}: attention to chosen tokens takes a value_dim, no window and no soft cap")
-    return xla.attend_to_chosen(q, chosen, query_offsets, kv, options)
+    attend = choose_kernel("attend_to_chosen", lambda each: each.attend_to_chosen, backend, q, kv, interpret=interpret)
+    return attend(q, chosen, query_offsets, kv, options, interpret)[..., : options.value_dim]
 
 
 def _check(kv: PagedKv, query_offsets: jax.Array) -> None:

@@ -90,7 +90,7 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     """Whether the model uses it.
 
     A kernel that rotates stores too, only some devices store in a decode, where it doesn't XLA stores latents, only
-    mixtures have experts, and few models states, or weights in groups or of float8.
+    mixtures have experts, and few models states, an index, or weights in groups or of float8.
     """
     shapes = KernelShapes.from_json(request.shapes)
     if op in ("store_kv", "store_and_decode") and shapes.has_latents:
@@ -104,6 +104,8 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
         return of_matrices or any(each.may_be_in_float8 for each in shapes.experts)
     if op == "delta_decode":
         return bool(shapes.states)
+    if op == "attend_to_chosen":
+        return any(each.num_chosen for each in shapes.latents)
     if op == "ordered_product":
         return shapes.in_fixed_order
     if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own

@@ -102,8 +102,11 @@ class LatentShape:
     """Rows that absorb its queries."""
     num_outputs: int
     """Rows that make its output."""
-    has_index: bool = False
-    """Whether entries end in the key of an index, which XLA stores with them."""
+    key_size: int | None = None
+    """How many of an entry's numbers queries meet, where the key of an index follows, which XLA stores with them; None:
+    all."""
+    num_chosen: int = 0
+    """Tokens that an index chooses for a query; 0: there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +160,11 @@ class KernelShapes:
     def has_latents(self) -> bool:
         """Whether the cache keeps entries of which a part is the value."""
         return any(each.value_dim is not None for each in self.attention)
+
+    @property
+    def query_dim(self) -> int:
+        """The H of queries."""
+        return next((each.key_size for each in self.latents if each.key_size is not None), self.head_dim)
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` takes."""

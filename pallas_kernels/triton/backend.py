@@ -44,6 +44,8 @@ BACKEND = Backend(
     delta_run=Kernel(imported("triton.delta_run", "delta_run"), _REFUSE_STATES),
     absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),
     decode_latents=_kernel("decode", "decode_latents", "refuse_decode_latents"),
+    attend_to_chosen=_kernel("chosen", "attend_to_chosen", "refuse_attend_to_chosen"),
+    cuts_entries=True,
     platform="gpu",
     has_interpreter=True,
 )

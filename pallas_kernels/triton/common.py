@@ -8,7 +8,7 @@ The loop's loads are what the Triton compiler turns into asynchronous copies, so
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import EMPTY_LSE, LOG2_E
 from pallas_kernels.target import target_device
 from pallas_kernels.triton.float8 import PLANES, UNPACKED_SCALE
-from pallas_kernels.triton.tiles import SequenceKv, holds_words, load_parts, load_rows, store_rows, widths_of
+from pallas_kernels.triton.tiles import holds_words, load_parts, load_rows, store_rows, widths_of
 
 # The smallest extent that Triton's dot takes on any axis.
 MIN_DOT = 16
@@ -43,6 +43,8 @@ Parts: TypeAlias = tuple[jax.Array, ...]
 
 def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
     """Why the attention kernels can't take q `[T, N, H]` and the cache, or None when they can."""
+    if kv.dtype == FLOAT8 and q.shape[2] != kv.head_dim:
+        return f"heads of {q.shape[2]} are a part of float8 entries of {kv.head_dim}, whose words it can't cut"
     head_dim, num_groups = q.shape[2], q.shape[1] // kv.num_kv_heads
     smallest, most_parts, sums = (MIN_DOT * PLANES, 1, "") if kv.dtype == FLOAT8 else (MIN_DOT, 2, " and sums of two")
     widths = widths_of(head_dim)
@@ -67,6 +69,37 @@ def head_block(num_blocks: int) -> tuple[jax.Array, jax.Array | None]:
     """
     place = pl.program_id(0)
     return (place, None) if num_blocks == 1 else (lax.div(place, num_blocks), lax.rem(place, num_blocks))
+
+
+class TiledKv(Protocol):
+    """K and V that rows attend to, in tiles: a `SequenceKv`, or what a token has chosen."""
+
+    @property
+    def k_pages(self) -> Any:
+        """The cache's refs, as of a `SequenceKv`."""
+        ...
+
+    @property
+    def v_pages(self) -> Any:
+        """The same of values."""
+        ...
+
+    @property
+    def value_widths(self) -> tuple[int, ...]:
+        """Numbers of each part, or plane, of a value."""
+        ...
+
+    def page(self, tile: jax.Array) -> Any:
+        """What `position` and `load` need to know of a tile: looked up a tile ahead."""
+        ...
+
+    def position(self, tile: jax.Array, page: Any) -> jax.Array:
+        """KV positions of a tile, `[tile_tokens]`."""
+        ...
+
+    def load(self, tile: jax.Array, page: Any, is_masked: bool, dtype: Any) -> tuple[Any, Any]:
+        """K and V of a tile, for dot products with `dtype`: tuples of arrays `[tile_tokens, ...]`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +128,7 @@ def load_queries(
     index: tuple[jax.Array, ...],
     is_real: jax.Array,
     position: jax.Array,
-    kv: SequenceKv,
+    kv: TiledKv,
     sinks_ref: Any = None,
 ) -> Rows:
     """Row r is at `index` of q `[.., H]`, zeros unless is_real; in the order of planes for a cache of words.
@@ -127,7 +160,7 @@ def store_output(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, out
 
 def attend_rows(
     rows: Rows,
-    kv: SequenceKv,
+    kv: TiledKv,
     tiles: tuple[jax.Array, jax.Array],
     options: AttentionOptions,
     all_seen_until: jax.Array | None = None,
@@ -159,7 +192,7 @@ def attend_rows(
 
 
 def _add_tile(
-    rows: Rows, kv: SequenceKv, options: AttentionOptions, is_masked: bool, tile: jax.Array, state: Any
+    rows: Rows, kv: TiledKv, options: AttentionOptions, is_masked: bool, tile: jax.Array, state: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, Parts]:
     """One step of the running softmax, in powers of two: what the state holds of a score is score * log2(e).
 
@@ -168,7 +201,7 @@ def _add_tile(
     """
     page, top, total, acc = state
     k, v = kv.load(tile, page, is_masked, rows.q[0].dtype)
-    kv_position = kv.position(tile)
+    kv_position = kv.position(tile, page)
     products = functools.reduce(jnp.add, map(_dot_transposed, rows.q, k))
     scores, scale = _scaled(products, rows.scale, options.scale(rows.head_dim), options.logit_soft_cap)
     if is_masked:

@@ -135,6 +135,7 @@ def _decode_kernel(
         options.first_visible(last),
         last,
         tile_tokens,
+        q_ref.shape[2],
         options.value_dim,
     )
     rows = load_queries(q_ref, (seq, head), is_real, jnp.broadcast_to(last, row.shape), kv, *sinks_ref)

@@ -95,6 +95,7 @@ def _extend_kernel(
         options.first_visible(first),
         first + end - begin - 1 if seen_ref is None else seen_ref[end - 1] - 1,
         tile_tokens,
+        q_ref.shape[2],
         options.value_dim,
     )
     rows = load_queries(q_ref, (token, head), is_real, first + query, kv, sinks_ref)

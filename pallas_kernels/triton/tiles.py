@@ -62,9 +62,11 @@ def store_rows(
     plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=_mask(where, is_real, columns))
 
 
-def load_parts(ref: Any, index: tuple[Any, ...], is_real: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The parts of the rows that `load_rows` loads; see `widths_of`."""
-    widths = widths_of(ref.shape[-1])
+def load_parts(
+    ref: Any, index: tuple[Any, ...], is_real: jax.Array | None, size: int | None = None
+) -> tuple[jax.Array, ...]:
+    """The parts of the rows that `load_rows` loads, or of their first `size` numbers; see `widths_of`."""
+    widths = widths_of(ref.shape[-1] if size is None else size)
     return tuple(load_rows(ref, index, is_real, (sum(widths[:place]), width)) for place, width in enumerate(widths))
 
 
@@ -103,6 +105,8 @@ class SequenceKv:
     """KV positions in view, first and last: outside of them V may hold NaN and is read as zeros."""
     last: jax.Array
     tile_tokens: int
+    head_dim: int
+    """H of the queries: where values are part of keys, entries may be longer."""
     value_dim: int | None = None
     """How many of the first numbers of a key are its value; None: values are of v_pages."""
 
@@ -114,11 +118,12 @@ class SequenceKv:
     @property
     def value_widths(self) -> tuple[int, ...]:
         """Numbers of each part, or plane, of a value."""
-        width = self.v_pages.shape[3]
-        return (width,) * PLANES if holds_words(self.v_pages) else value_widths(width, self.value_dim)
+        if holds_words(self.v_pages):
+            return (self.v_pages.shape[3],) * PLANES
+        return value_widths(self.head_dim, self.value_dim)
 
-    def position(self, tile: jax.Array) -> jax.Array:
-        """KV positions of a tile, `[tile_tokens]`."""
+    def position(self, tile: jax.Array, _page: jax.Array | None = None) -> jax.Array:
+        """KV positions of a tile, `[tile_tokens]`, whatever its page."""
         return tile * self.tile_tokens + jnp.arange(self.tile_tokens, dtype=jnp.int32)
 
     def page(self, tile: jax.Array) -> jax.Array:
@@ -142,7 +147,7 @@ class SequenceKv:
         if self.value_dim is None:
             k, v = load_parts(self.k_pages, index, None), load_parts(self.v_pages, index, in_view)
         else:
-            k = load_parts(self.k_pages, index, in_view)
+            k = load_parts(self.k_pages, index, in_view, self.head_dim)
             v = k[: len(self.value_widths)]
         is_words = holds_words(self.k_pages)
         k, v = (tuple(part.astype(dtype) for part in (unpack(*each) if is_words else each)) for each in (k, v))

@@ -1,6 +1,7 @@
 """The ops as plain XLA: what runs on a CPU without the C++ kernels, and what "auto" falls back to anywhere."""
 
 from pallas_kernels.backend import Backend, Kernel
+from pallas_kernels.xla.chosen import attend_to_chosen
 from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.extend import extend_attention
 from pallas_kernels.xla.float8_product import float8_product, float8_rows
@@ -26,4 +27,5 @@ BACKEND = Backend(
     float8_rows=Kernel(float8_rows),
     float8_product=Kernel(float8_product),
     grouped_float8_product=Kernel(grouped_float8_product),
+    attend_to_chosen=Kernel(attend_to_chosen),
 )

@@ -105,11 +105,11 @@ def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, firs
     return lax.fori_loop(0, (tiles.number + batch - 1) // batch, choose, start)
 
 
-@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def attend_to_chosen(
-    q: jax.Array, chosen: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions
+    q: jax.Array, chosen: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
 ) -> jax.Array:
-    """See `api.chosen`. Time follows the number of queries and of what they chose."""
+    """See `backend.AttendToChosen`. Time follows the number of queries and of what they chose."""
     num_tokens, num_heads, head_dim = q.shape
     page_size, value_dim, batch = kv.page_size, options.value_dim or head_dim, min(_ATTENDING, num_tokens)
     seq_of_token = jnp.sum(query_offsets[1:] <= jnp.arange(num_tokens)[:, None], axis=1)

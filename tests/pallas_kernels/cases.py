@@ -72,7 +72,7 @@ def cases(draw, spec: ArgSpec, *, decode: bool = False) -> Case:
 def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared_pages: int, seed: int) -> Case:
     """Sequences 0 and 1 have their first `shared_pages` pages in common, as far as both own that many."""
     rng = np.random.default_rng(seed)
-    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.width)
+    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.width + spec.index_size)
     k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
 
     def heads(*dims: int) -> np.ndarray:
@@ -88,8 +88,9 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
             page_table[s, j] = page
             used = min(spec.page_size, length - j * spec.page_size)
             if not is_shared:
-                k_pages[page, :, :used] = heads(spec.num_kv_heads, used)
-                v_pages[page, :, :used] = heads(spec.num_kv_heads, used)
+                k_pages[page, :, :used, : spec.width] = heads(spec.num_kv_heads, used)
+                v_pages[page, :, :used, : spec.width] = heads(spec.num_kv_heads, used)
+                k_pages[page, :, :used, spec.width :] = 1000.0  # no key
     q = heads(max(spec.num_tokens, spec.num_seqs), spec.num_kv_heads * spec.num_groups)
     offsets = np.concatenate([[0], np.cumsum(num_queries)])
     return Case(spec, q, k_pages, v_pages, page_table, np.array(lengths), offsets)
@@ -108,6 +109,7 @@ def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions, si
     cap = options.logit_soft_cap
     sinks = np.full(q.shape[1], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     sinks = sinks.reshape(num_kv_heads, -1, 1)
+    k_pages, v_pages = (pages[..., : q.shape[2]] for pages in (k_pages, v_pages))
     out = np.zeros(q.shape)
     for s, length in enumerate(lengths):
         begin, end = query_offsets[s : s + 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionOptions, PagedKv, TokenIndex, attend_to_chosen, choose_tokens
+from pallas_kernels import AttentionOptions, PagedKv, TokenIndex, attend_to_chosen, choose_tokens, tuning
 from pallas_kernels.paged_kv import BITS, to_bits, to_numbers
 
 HEADS, KEY, LATENT, PADDING = 3, 6, 4, 2  # query heads; H and C of entries; numbers after the index's key
@@ -87,6 +89,51 @@ def test_chosen_tokens_and_attention_to_them_equal_numpys(case: str) -> None:
     np.testing.assert_array_equal(np.sort(found, axis=1), chosen)
     read = attend_to_chosen(batch.q, found, batch.offsets, batch.kv, OPTIONS)
     np.testing.assert_allclose(read, out, atol=2e-2 if dtype == BITS else 1e-5)
+
+
+# Query heads, H, C, numbers after a key, the cache's format, and the kernel's sizes.
+WHOLE = {"tile_tokens": 16, "programs_per_core": 1}
+SPLIT = {"tile_tokens": 16, "programs_per_core": 1000, "min_split_tokens": 16}
+KERNELS: list[tuple[int, int, int, int, Any, dict[str, int]]] = [
+    (20, 48, 32, 6, jnp.float32, SPLIT),
+    (16, 576, 512, 128, jnp.bfloat16, SPLIT),
+    (3, 32, 24, 0, jnp.float32, WHOLE),
+    (40, 48, 32, 16, jnp.float32, WHOLE | {"head_rows": 32}),
+]
+
+
+@pytest.mark.parametrize(("heads", "key", "latent", "index", "dtype", "sizes"), KERNELS)
+def test_the_kernel_attends_to_what_is_chosen_whole_and_in_splits(
+    heads: int, key: int, latent: int, index: int, dtype: Any, sizes: dict[str, int]
+) -> None:
+    """Tokens choose any number, some of them none; choices have holes, and every other place of the cache is NaN."""
+    rng = np.random.default_rng(5)
+    lengths, queries, page, count = (61, 0, 5, 90), (3, 0, 2, 1), 8, 50
+    table = rng.permutation(np.arange(1, 49)).reshape(4, 12)
+    pages = np.full((49, 1, page, key + index), np.nan, np.float32)
+    for row, length in zip(table, lengths, strict=True):
+        for at in range(length):
+            pages[row[at // page], 0, at % page] = rng.normal(size=key + index)
+    chosen = np.full((8, count), -1)
+    of_token = [seq for seq, number in enumerate(queries) for _ in range(number)]
+    for token, seq in enumerate(of_token[:-1]):  # the last one has none, as the two of padding
+        some = rng.permutation(lengths[seq])[: count - 7]
+        chosen[token, rng.permutation(count)[: len(some)]] = some
+    chosen[1, 20:] = -1
+    stored = jnp.asarray(pages, dtype)
+    kv = PagedKv(stored, stored, jnp.asarray(table, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    q = jnp.asarray(rng.normal(size=(8, heads, key)), dtype)
+    args = q, jnp.asarray(chosen, jnp.int32), jnp.asarray(np.cumsum([0, *queries]), jnp.int32), kv
+    options = AttentionOptions(sm_scale=key**-0.5, value_dim=latent)
+    with tuning.override("attend_to_chosen", "triton", sizes):
+        attend = functools.partial(attend_to_chosen, options=options, backend="triton", interpret=True)
+        assert ("merge_splits" in str(jax.make_jaxpr(attend)(*args))) == (sizes is SPLIT)
+        found = attend(*args)
+    wide = dataclasses.replace(kv, k=kv.k.astype(jnp.float32), v=kv.v.astype(jnp.float32))
+    wanted = attend_to_chosen(q.astype(jnp.float32), *args[1:3], wide, options, backend="xla")
+    assert found.shape == (8, heads, latent) and found.dtype == dtype
+    assert (np.asarray(found)[5:] == 0).all() and not (np.asarray(found)[:5] == 0).all(axis=(1, 2)).any()
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=2e-2 if dtype == jnp.bfloat16 else 1e-5)
 
 
 def test_a_choice_of_long_texts_takes_little_memory() -> None:

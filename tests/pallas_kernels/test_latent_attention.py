@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionOptions, paged_decode_attention, paged_extend_attention, tuning
-from pallas_kernels.specs import LATENT_SPECS, ArgSpec, store_latents
+from pallas_kernels.specs import LATENT_SPECS, ArgSpec, decode_chosen, extend_chosen, store_latents
 from tests.grids import daily
 from tests.pallas_kernels.cases import assert_close, build_case, dense_attention
 from tests.pallas_kernels.lower_everything import on_a_device
@@ -29,11 +29,13 @@ SPECS = [
     latent(128),
     latent(20, 48, 32, sliding_window=40),
     latent(3, 32, 24, logit_soft_cap=3.0),
+    latent(8, index_size=128, dtype=jnp.bfloat16),
+    latent(20, 48, 32, index_size=16),
 ]
 each_spec = pytest.mark.parametrize(
     "spec",
     daily(SPECS, every=2),
-    ids=lambda spec: f"{spec.num_groups}x{spec.head_dim}_{jnp.dtype(spec.dtype).name}",
+    ids=lambda spec: f"{spec.num_groups}x{spec.head_dim}+{spec.index_size}_{jnp.dtype(spec.dtype).name}",
 )
 
 
@@ -68,7 +70,7 @@ def test_an_extend_equals_a_dense_softmax(spec: ArgSpec) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_other_backends_return_values_too(backend: str) -> None:
-    spec = latent(3, 32, 24)
+    spec = latent(3, 32, 24, index_size=8 if backend == "xla" else 0)
     args = build_case(spec, [50, 0, 5], [7, 0, 3], 0, seed=5).extend_args()
     assert_close(
         attend(paged_extend_attention, spec, *args, backend=backend),
@@ -86,12 +88,17 @@ def test_heads_of_two_parts_have_values_of_their_own(head_dim: int) -> None:
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
 def test_auto_attends_over_latents_by_a_kernel(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    for spec in LATENT_SPECS[:1]:
+    for spec in (LATENT_SPECS[0], LATENT_SPECS[-1]):
         for op, args, options in spec.calls():
             with on_a_device("cuda", kind, 132):
                 traced = jax.jit(lambda *a, op=op, options=options: op(*a, **options)).trace(*args)
                 text = traced.lower(lowering_platforms=("cuda",)).as_text()
-            kernel = "absorb_and_store" if op is store_latents else op.__name__
+            names = {
+                store_latents: "absorb_and_store",
+                decode_chosen: "attend_to_chosen",
+                extend_chosen: "attend_to_chosen",
+            }
+            kernel = names.get(op, op.__name__)
             assert kernel in text and "stablehlo.while" not in text
     assert "XLA computes" not in caplog.text
 

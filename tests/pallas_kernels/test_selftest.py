@@ -45,8 +45,15 @@ FIELDS = {
 AUTO = dict.fromkeys(CASES_OF, "auto")
 
 
+LATENTS = dataclasses.replace(
+    SHAPES, num_groups=20, head_dim=48, attention=(AttentionOptions(value_dim=32),), latents=(LatentShape(48, 16),),
+    has_sinks=False, experts=(), matrices=(), states=(),
+)  # fmt: skip
+INDEXED = dataclasses.replace(LATENTS, head_dim=56, latents=(LatentShape(48, 16, key_size=48, num_chosen=20),))
+
+
 def first_case(op: str) -> Case:
-    return next(iter(CASES_OF[op](SHAPES)))
+    return next(iter(CASES_OF[op](INDEXED if op == "attend_to_chosen" else SHAPES)))
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Callable[[jax.Array], jax.Array]) -> None:
@@ -268,24 +275,20 @@ def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch)
         assert case.right()[0].shape[-1] == 24
 
 
-LATENTS = dataclasses.replace(
-    SHAPES, num_groups=20, head_dim=48, attention=(AttentionOptions(value_dim=32),), latents=(LatentShape(48, 16),),
-    has_sinks=False, experts=(), matrices=(), states=(),
-)  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("op", "field", "told"),
+    ("shapes", "op", "field", "told"),
     [
-        ("rotate_and_store", "absorb_and_store", "tokens of latents"),
-        ("paged_decode_attention", "decode_latents", "outputs"),
+        (LATENTS, "rotate_and_store", "absorb_and_store", "tokens of latents"),
+        (LATENTS, "paged_decode_attention", "decode_latents", "outputs"),
+        (INDEXED, "paged_decode_attention", "decode_latents", "outputs"),
+        (INDEXED, "attend_to_chosen", "attend_to_chosen", "rows"),
     ],
 )
 def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(
-    op: str, field: str, told: str, monkeypatch: pytest.MonkeyPatch
+    shapes: KernelShapes, op: str, field: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "RUNS", 1)
-    case = next(each for each in CASES_OF[op](LATENTS) if told in each.name)
+    case = next(each for each in CASES_OF[op](shapes) if told in each.name)
     assert case.error(BACKEND, interpret=True) <= case.tolerance
     kernel = getattr(BACKEND_OF_NAME[BACKEND], field)
 

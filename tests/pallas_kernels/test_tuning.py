@@ -20,6 +20,7 @@ CLASSES = (
             "rotate_and_store",
             "absorb_and_store",
             "merge_latents",
+            "attend_to_chosen",
             "paged_decode_attention",
             "paged_extend_attention",
         ),

@@ -37,6 +37,8 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
     if chosen.get(OP_OF_NAME["states"], "auto") != "auto" and arch.recurrent_net is None:
         raise ConfigError(f"--kernels names states, but the layers of {arch.name} keep none: leave it out")
+    if chosen.get(OP_OF_NAME["chosen"], "auto") != "auto" and (arch.latent is None or arch.latent.index is None):
+        raise ConfigError(f"--kernels names chosen, but {arch.name} attends to all tokens: leave it out")
     if chosen.get(OP_OF_NAME["float8"], "auto") != "auto" and (fmt is None or fmt.numbers != FLOAT8):
         raise ConfigError(f"--kernels names float8, but {arch.name} has no weights in float8: leave it out")
     if config.weight_only and fmt is not None and fmt.numbers == FLOAT8:
@@ -105,7 +107,8 @@ def kernel_shapes(
 
 
 def _latent_shape(latent: Latent) -> LatentShape:
-    return LatentShape(latent.unrotated, latent.value, has_index=latent.index is not None)
+    key_size = None if latent.index is None else latent.kv_rank + latent.rotated
+    return LatentShape(latent.unrotated, latent.value, key_size, 0 if latent.index is None else latent.index.num_chosen)
 
 
 def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:

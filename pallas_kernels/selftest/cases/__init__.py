@@ -1,7 +1,7 @@
 """The calls by which each operation is tested.
 
-    attention, stores, norms, experts, products, states   the cases of an operation each, by what it computes
-    arguments                                             what several of them call with
+    attention, chosen, stores, norms, experts, products, states   the cases of an operation each, by what it computes
+    arguments                                                     what several of them call with
 
 Owns the list of operations and their order. The batches have ragged lengths around pages and tiles, a last page that is
 cut, splits, extends whose sequences begin at odd tokens and follow cached ones, NaN wherever no sequence has a token.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pallas_kernels.selftest.case import Case
 from pallas_kernels.selftest.cases import experts
 from pallas_kernels.selftest.cases.attention import decode_cases, extend_cases, store_and_decode_cases
+from pallas_kernels.selftest.cases.chosen import chosen_cases
 from pallas_kernels.selftest.cases.experts import product_cases
 from pallas_kernels.selftest.cases.norms import norm_cases
 from pallas_kernels.selftest.cases.products import float8_cases, ordered_cases, quantized_cases
@@ -39,4 +40,5 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "float8_product": all_float8_cases,
     "ordered_product": ordered_cases,
     "delta_decode": state_cases,
+    "attend_to_chosen": chosen_cases,
 }

@@ -178,7 +178,7 @@ def _padded(num_tokens: int) -> int:
 
 
 def _queries(shapes: KernelShapes, num_tokens: int) -> jax.Array:
-    shape = (num_tokens, shapes.num_kv_heads * shapes.num_groups, shapes.head_dim)
+    shape = (num_tokens, shapes.num_kv_heads * shapes.num_groups, shapes.query_dim)
     return normal(jax.random.key(1), 1.0, shape=shape, dtype=jnp.dtype(shapes.dtype))
 
 

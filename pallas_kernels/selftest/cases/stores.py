@@ -36,7 +36,7 @@ from pallas_kernels.selftest.shapes import KernelShapes, LatentShape
 def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
     """A few tokens and many, padding among them, into pages full of NaN, which must stay wherever no token goes."""
     if shapes.has_latents:
-        stored = [each for each in shapes.latents if not each.has_index]
+        stored = [each for each in shapes.latents if each.key_size is None]
         yield from (_absorb(shapes, each, *batch) for each in stored for batch in ((5, 4), (300, 1)))
         return
     for num_tokens, parts in ((5, (NUM_PARTS,)), (300, ())):

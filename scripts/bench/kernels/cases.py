@@ -55,6 +55,7 @@ class KernelCase:
     sm_scale: float | None = None
     has_sinks: bool = False
     value_dim: int | None = None
+    index_size: int = 0
     padding_tokens: int = 0
     """Padding tokens of an extend or a store, behind those of the last sequence."""
 
@@ -93,6 +94,7 @@ class KernelCase:
             sm_scale=self.sm_scale,
             has_sinks=self.has_sinks,
             value_dim=self.value_dim,
+            index_size=self.index_size,
         )
 
     @property

@@ -73,6 +73,7 @@ def ragged_case(op: str, spec: ArgSpec, seed: int) -> KernelCase:
         sm_scale=None if op == STORE else spec.options.sm_scale,
         has_sinks=op != STORE and spec.has_sinks,
         value_dim=spec.value_dim,
+        index_size=spec.index_size,
         padding_tokens=0 if op == DECODE else spec.num_tokens - int(new.sum()),
     )
 

@@ -25,7 +25,7 @@ from pallas_kernels.specs import ArgSpec
 def check_latents(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = False) -> list[Check]:
     """Checks both ops, as far as the backend has them."""
     checks = [guarded("decode_latents", _check_decode, spec, backend, runs, interpret)]
-    if backend == "xla" or BACKEND_OF_NAME[backend].absorb_and_store is not None:
+    if not spec.index_size and (backend == "xla" or BACKEND_OF_NAME[backend].absorb_and_store is not None):
         checks.append(guarded("absorb_and_store", _check_absorb, spec, backend, runs, interpret))
     return checks
 
@@ -98,7 +98,7 @@ def _decoded(spec: ArgSpec, q: jax.Array, kv: PagedKv, heads: LatentHeads) -> Ar
     read = np.zeros((len(queries), heads.num_heads, heads.latent_size))
     for s, length in enumerate(lengths):
         entries = pages[table[s], 0].reshape(-1, pages.shape[-1])[:length]
-        scores = queries[s] @ entries.T * spec.options.scale(pages.shape[-1])
+        scores = queries[s] @ entries[:, : spec.width].T * spec.options.scale(spec.width)
         shares = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
         total = np.maximum(shares.sum(axis=1, keepdims=True), 1e-300)
         read[s] = shares / total @ entries[:, : heads.latent_size]

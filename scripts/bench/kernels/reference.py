@@ -104,7 +104,8 @@ def _attend(inputs: Inputs, layer: Layer, s: int, sampled: np.ndarray) -> np.nda
     pages = inputs.page_table[s, : -(-length // case.page_size)]
     scales = (case.spec.scales.get(name, 1.0) for name in ("k_scale", "v_scale"))
     k, v = (
-        _flat(array[pages], length) * np.broadcast_to(np.asarray(scale, np.float64), case.num_kv_heads)[:, None, None]
+        _flat(array[pages], length)[..., : case.head_dim]
+        * np.broadcast_to(np.asarray(scale, np.float64), case.num_kv_heads)[:, None, None]
         for array, scale in zip((layer.k_pages, layer.v_pages), scales, strict=True)
     )
     q = np.asarray(layer.q[sampled]).astype(np.float64)

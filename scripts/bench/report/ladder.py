@@ -62,9 +62,10 @@ def _call(op: str, backend: str, cached: list[int], new: list[int], dry: bool, *
     return {"op": op, "backend": backend, "cached": cached, "new": new, **fields}
 
 
-def _latent(num_groups: int) -> dict[str, int]:
-    """Fields of a call over latents of DeepSeek's size."""
-    return {"num_kv_heads": 1, "num_groups": num_groups, "head_dim": 576, "value_dim": 512}
+def _latent(num_groups: int, index_size: int = 0) -> dict[str, int]:
+    """Fields of a call over latents of DeepSeek's size, whose entries may go on with the key of an index."""
+    sizes = {"head_dim": 576, "value_dim": 512, "index_size": index_size}
+    return {"num_kv_heads": 1, "num_groups": num_groups, **sizes}
 
 
 def _decodes(backend: str, dry: bool) -> list[Rung]:
@@ -76,6 +77,7 @@ def _decodes(backend: str, dry: bool) -> list[Rung]:
     if dry:
         return [one_tile, rung("split", [4 * TILE])] if backend == "triton" else [one_tile]
     latents = [rung(f"latents of {heads} heads", [4096, 1000, 100], **_latent(heads)) for heads in (16, 20, 128)]
+    latents.append(rung("latents with an index", [4096, 1000, 100], **_latent(128, 128)))
     return [
         one_tile,
         rung("a ring of tiles", [RING] * 4),

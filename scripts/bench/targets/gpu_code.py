@@ -30,6 +30,7 @@ OUR_NAMES = (
     "group_by_expert",
     "gather_rows",
     "absorb_and_store",
+    "attend_to_chosen",
     "delta_",
     "merge_",
     "paged_",
