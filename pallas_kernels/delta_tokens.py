@@ -82,7 +82,8 @@ class DeltaVectors:
 
     Attributes:
       taps: `[L, K, C, taps]` float32, that of the newest token last.
-      rates: `[L, K, 2, r]` float32: log a = -exp(rates[0]) softplus(logit + rates[1]).
+      rates: `[L, K, 2, r]` float32: log a = -exp(rates[0]) softplus(logit + rates[1]). `[L, K, 3, r]`: b is rates[2]
+        times a sigmoid; else that itself.
       scales: `[L, v]` of the norm of what is read.
       row: of the layer.
       eps: of the norm.
@@ -166,7 +167,8 @@ class DeltaTokens(_Tokens):
         heads = heads.reshape(*v.shape[:2], 2, h)
         heads = heads * jax.lax.rsqrt(mean_squares(heads) * h + L2_EPS)
         v = v.reshape(*v.shape[:2], group, -1)
-        return Heads(heads[:, :, 0] * h**-0.5, heads[:, :, 1], v, log_decay, jax.nn.sigmoid(write))
+        beta = jax.nn.sigmoid(write) if rates.shape[1] == 2 else jax.nn.sigmoid(write) * rates[:, 2]
+        return Heads(heads[:, :, 0] * h**-0.5, heads[:, :, 1], v, log_decay, beta)
 
     def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
         """What `read [T, K, r, v]` float32 gives, normalized and gated, in the dtype of the product."""

@@ -138,6 +138,8 @@ from transformers import (
     OlmoeConfig,
     OlmoeForCausalLM,
     OlmoForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -402,6 +404,18 @@ FAMILIES: dict[str, Kind] = {
             "num_local_experts": 10,
             "router_jitter_noise": 0.2,
             "sliding_window": WINDOW,
+        },
+    ),
+    "olmo_hybrid": (
+        OlmoHybridConfig,
+        OlmoHybridForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 54,  # transformers saves convolutions as if all had as many channels
+            "linear_value_head_dim": 18,
+            "linear_conv_kernel_dim": 3,
         },
     ),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"attention_bias": True}),
@@ -983,11 +997,11 @@ OF_D_NUMBERS = (
 )  # whose heads have D numbers together
 # Whose mechanisms others have, too.
 VARIANTS = ("falcon_11b", "gpt_bigcode", "granite_moe_swa", "hy_v3", "jais2", "kolibri1", "minicpm3", "vault_gemma")
-DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, the ones with gated delta-nets
+DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, Qwen's with gated delta-nets
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions
 HYBRID_KINDS = (  # all that keep states
-    *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS
+    *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS, "olmo_hybrid"
 )  # fmt: skip
 
 

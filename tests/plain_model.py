@@ -99,13 +99,14 @@ def plain_recur(place: int, tokens: StateTokens | ConvTokens) -> jax.Array:
 
 def _plain_delta_rule(tokens: DeltaTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:
     vectors, h = tokens.vectors, tokens.key_size
-    log_rate, bias = jnp.moveaxis(vectors.rates[vectors.row], 1, 0)
+    log_rate, bias, *most = jnp.moveaxis(vectors.rates[vectors.row], 1, 0)
     group = log_rate.shape[-1]
     q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     v = v.reshape(*v.shape[:2], group, -1)
     z, write, forget = jnp.split(others, (others.shape[-1] - 2 * group, others.shape[-1] - group), axis=-1)
     decay, beta = jnp.exp(-jnp.exp(log_rate) * jax.nn.softplus(forget + bias)), jax.nn.sigmoid(write)
+    beta = beta * most[0] if most else beta
 
     def one(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, decay, beta = token

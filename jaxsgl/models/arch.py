@@ -224,11 +224,24 @@ class ModelArch:
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mixer, RecurrentNet))
 
     @cached_property
-    def normed_mlps(self) -> tuple[int, ...]:
-        """The layers that normalize what their MLP adds."""
+    def normed(self) -> dict[str, tuple[int, ...]]:
+        """The layers that have a norm, by what `LayerVectors` calls it."""
+        has_after = dict.fromkeys(range(self.num_layers), self.norms in ("post", "sandwich"))
+        has_before = dict.fromkeys(has_after, self.norms != "post")
+        if self.norms == "post of attention":
+            has_before = {i: isinstance(layer.mixer, RecurrentNet) for i, layer in enumerate(self.layers)}
+            has_after = {i: not before for i, before in has_before.items()}
+        after_mlp = has_after
         if self.norms == "pre and mixtures":
-            return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoeMlp))
-        return tuple(range(self.num_layers)) if self.norms in ("post", "sandwich") else ()
+            after_mlp = {i: isinstance(layer.mlp, MoeMlp) for i, layer in enumerate(self.layers)}
+        places = {"attention_norm": has_before, "mlp_norm": has_before}
+        places |= {"attention_out_norm": has_after, "mlp_out_norm": after_mlp}
+        return {name: tuple(i for i, has in of_layers.items() if has) for name, of_layers in places.items()}
+
+    def norm_row(self, norm: str, layer: int) -> int | None:
+        """The row of a layer in such norms; None: it has none."""
+        layers = self.normed[norm]
+        return layers.index(layer) if layer in layers else None
 
     @cached_property
     def places(self) -> tuple[int, ...]:

@@ -227,7 +227,7 @@ class DecoderLayers(Matrices):
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         step = _Pass(context, rows, TokensOfRanks(context.is_token, context.mlp_tokens), tables, embeddings)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
-        first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, 0)
+        first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, arch.norm_row("attention_norm", 0))
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             context.note_stream(index, x_TD)
@@ -256,8 +256,8 @@ class DecoderLayers(Matrices):
         if layer.mlp is None:
             step.context.note_no_experts(len(x_TD))
             return x_TD, (mixed,)
-        out_norm = rows.of(vectors.attention_out_norm, index)
-        next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, index)
+        out_norm = rows.of(vectors.attention_out_norm, self.arch.norm_row("attention_out_norm", index))
+        next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, self.arch.norm_row("mlp_norm", index))
         if self.arch.parallel is not None:
             read_TD = read_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
             return x_TD, (mixed, self._mlp(layer, index, read_TD, step))
@@ -284,12 +284,12 @@ class DecoderLayers(Matrices):
         if is_last:
             next_norm = self._last_norm()
         else:
-            next_norm = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, index + 1)
+            row = self.arch.norm_row("attention_norm", index + 1)
+            next_norm = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, row)
         readers: tuple[Weights | None, ...] = ()
         if not is_last and step.context.adapters is None:
             readers = self.layers[index + 1].readers(step.kernels)
-        is_normed = index in self.arch.normed_mlps
-        out_norm = rows.of(vectors.mlp_out_norm, self.arch.normed_mlps.index(index)) if is_normed else None
+        out_norm = rows.of(vectors.mlp_out_norm, self.arch.norm_row("mlp_out_norm", index))
         if vectors.layer_factor is None:
             return self._add(x_TD, updates, out_norm, next_norm, step.kernels, readers)
         x_TD, _ = self._add(x_TD, updates, out_norm, None, step.kernels, ())

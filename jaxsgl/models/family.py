@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 from pallas_kernels.routing import Score
 
-# Which norms a layer has: before attention and MLP; after them, before the sum; both; or before them, and after a
-# mixture of experts.
-NormPlaces: TypeAlias = Literal["pre", "post", "sandwich", "pre and mixtures"]
+# Which norms a layer has: before mixer and MLP; after them, before the sum; both; before them, and after a mixture of
+# experts; or after them where it attends, and before them where it keeps a state.
+NormPlaces: TypeAlias = Literal["pre", "post", "sandwich", "pre and mixtures", "post of attention"]
 # Over what queries and keys are normalized before rope: each head, all heads at once, or each head less its mean, by
 # scales of its own.
 QkNorm: TypeAlias = Literal["head", "all", "centred head"]
@@ -260,7 +260,7 @@ class Family:
         `floor_scale` say.
       turned_layers: which layers have a rope. "told": as `no_rope_layers` says. "windows": those with windows; all, if
         none has one. "windows alone": those with windows. "windows or dense": those, and those without experts. "type":
-        all if `position_embedding_type` is "rope", else none. "none": none has.
+        all if `position_embedding_type` is "rope", else none. "theta": all, unless `rope_theta` is null. "none": none.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       caps_logits: logits alone may have a soft cap.
       attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
@@ -278,6 +278,8 @@ class Family:
         them apart, or pairs of neighbours; None: they attend to all.
       recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval`,
         `attn_layer_indices` or `full_attn_idxs` says; None: none is anything else.
+      wide_delta: delta-nets whose sizes config.json leaves out have as many heads as attention, keys of three quarters
+        of D together, and values twice as wide; `linear_allow_neg_eigval` holds; what is read is normalized with 1e-5.
       mamba_keys: what keys of Mamba-2 are called, if not as in Granite 4.0, by their names there.
       blocks: a layer is a mixer or an MLP alone, as `layers_block_type` or `hybrid_override_pattern` says.
       output_gate: see `ModelArch`.
@@ -342,7 +344,9 @@ class Family:
     alpha_stretches: bool = False
     grows_queries: bool = False
     grows_unturned: bool = False
-    turned_layers: Literal["all", "told", "windows", "windows alone", "windows or dense", "type", "none"] = "all"
+    turned_layers: Literal["all", "told", "windows", "windows alone", "windows or dense", "type", "theta", "none"] = (
+        "all"
+    )
     caps: bool = False
     caps_logits: bool = False
     attention_scale: float | None = None
@@ -358,6 +362,7 @@ class Family:
     latent: bool = False
     index: Literal["halves", "pairs"] | None = None
     recurrence: Literal["delta-net", "mamba", "short-conv"] | None = None
+    wide_delta: bool = False
     mamba_keys: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = False
     output_gate: OutputGate | None = None

@@ -163,6 +163,9 @@ def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bo
     """Whether each layer has a rope."""
     if family.turned_layers == "none":
         return [False] * num_layers
+    if family.turned_layers == "theta":
+        sections = (config.get("rope_parameters") or {}, config.values)
+        return [all(section.get("rope_theta", 0) is not None for section in sections)] * num_layers
     if family.turned_layers != "told":
         return [family.turned_layers != "type" or config.get("position_embedding_type") == "rope"] * num_layers
     every = config.count("no_rope_layer_interval", 4)

@@ -105,6 +105,8 @@ class RecurrentNet:
       value_heads: V', a multiple of K': consecutive ones share a key head.
       key_size, value_size: h and v, numbers of a head.
       taps: tokens that the convolution before it reads, the newest included.
+      most_written: of what corrects a delta-net's state, at most this share is written.
+      norm_eps: added to mean squares of what is read; None: what other norms of the model add.
     """
 
     key_heads: int
@@ -112,6 +114,8 @@ class RecurrentNet:
     key_size: int
     value_size: int
     taps: int
+    most_written: float = 1.0
+    norm_eps: float | None = None
 
     plural: ClassVar[str]  # what such layers are called
     module: ClassVar[str]  # what its parameters are called within a layer

@@ -67,15 +67,17 @@ class LayerRows:
         self._activations = activations
         self._indices = _indices_in_memory(num_layers, positions_T) if target_device().platform == "cpu" else None
 
-    def of(self, stack: nnx.Param[jax.Array] | None, layer: int) -> Row | None:
-        """Row `layer` of a stack `[L, ...]`; None where the model has no such vectors."""
-        vectors = self.stack(stack, layer)
-        return None if vectors is None else (vectors, self.row(layer))
+    def of(self, stack: nnx.Param[jax.Array] | None, row: int | None) -> Row | None:
+        """A row of a stack `[L, ...]`; None where the model has no such vectors, or the layer no row."""
+        vectors = None if row is None else self.stack(stack, row)
+        return None if row is None or vectors is None else (vectors, self.row(row))
 
-    def norm(self, scales: nnx.Param[jax.Array] | None, biases: nnx.Param[jax.Array] | None, layer: int) -> Norm | None:
-        """The norm of `layer` in these stacks; None where the model has no such norms."""
-        scale = self.of(scales, layer)
-        return None if scale is None else Norm(scale, self.of(biases, layer))
+    def norm(
+        self, scales: nnx.Param[jax.Array] | None, biases: nnx.Param[jax.Array] | None, row: int | None
+    ) -> Norm | None:
+        """The norm of a row in these stacks; None where the model has no such norms, or the layer no row."""
+        scale = self.of(scales, row)
+        return None if scale is None else Norm(scale, self.of(biases, row))
 
     def stack(self, stack: nnx.Param[jax.Array] | None, layer: int) -> jax.Array | None:
         """The stack, or what is left of it for `layer`; which row that layer has in it, `row` says."""
@@ -162,8 +164,8 @@ def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float)
 class LayerVectors(nnx.Module):
     """The norms' scales, biases of attention, and the small parameters of what recurs, of all layers: one array each.
 
-    Row l of a layer's norms is that of layer l; row p of what only some layers have is that of the layer at place p
-    among these (`ModelArch.places`). Where heads differ in size, the scales of smaller ones end in padding.
+    Row p of what only some layers have is that of the layer at place p among these (`ModelArch.normed`,
+    `ModelArch.places`). Where heads differ in size, the scales of smaller ones end in padding.
 
     As parameters of their own they would be five arguments per layer, and each argument costs the launch of a program
     about a microsecond.
@@ -171,19 +173,17 @@ class LayerVectors(nnx.Module):
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
         self.norm_dtype = norm_dtype(arch, dtype)
-        before = arch.norms != "post"
-        after = arch.norms in ("post", "sandwich")
-        self.attention_norm = self._norms(arch, before)
-        self.attention_out_norm = self._norms(arch, after)
+        self.attention_norm, self.attention_out_norm = (
+            self._norms(arch, name=name) for name in ("attention_norm", "attention_out_norm")
+        )
         # The row of a layer that is an MLP alone, as of one that is a mixer alone, is in `attention_norm`.
         has_two = any(layer.mixer is not None and layer.mlp is not None for layer in arch.layers)
-        self.mlp_norm = self._norms(arch, before and has_two and arch.parallel != "shared norm")
+        self.mlp_norm = self._norms(arch, has_two and arch.parallel != "shared norm", "mlp_norm")
         self.attention_norm_bias, self.mlp_norm_bias = (
-            None if norm is None or not arch.norm_bias else self._norms(arch, True, mean=0.0)
-            for norm in (self.attention_norm, self.mlp_norm)
+            None if norm is None or not arch.norm_bias else self._norms(arch, name=name, mean=0.0)
+            for norm, name in ((self.attention_norm, "attention_norm"), (self.mlp_norm, "mlp_norm"))
         )
-        normed = len(arch.normed_mlps), arch.hidden_size
-        self.mlp_out_norm = vector(normed, (None, None), self.norm_dtype, mean=1.0) if arch.normed_mlps else None
+        self.mlp_out_norm = self._norms(arch, name="mlp_out_norm")
         attending = len(arch.attention_layers) + len(arch.reading_layers)
         self.q_norm = self._head_norms(arch, attending, arch.num_heads // arch.num_kv_heads)
         self.k_norm = self._head_norms(arch, len(arch.attention_layers), 1)
@@ -217,7 +217,7 @@ class LayerVectors(nnx.Module):
             self._taps(arch, net if has else None) for has in (has_deltas, has_mamba, has_conv)
         )
         k, r, c, v = (0, 0, 0, 0) if net is None else (net.key_heads, net.group, net.channels, net.value_size)
-        self.delta_decay = of_heads(has_deltas, k, 2, r)
+        self.delta_decay = of_heads(has_deltas, k, 2 if net is None or net.most_written == 1 else 3, r)
         self.delta_norm = vector((len(arch.recurrent_layers), v), (None, None), dtype, mean=1.0) if has_deltas else None
         # Of Mamba-2: the convolution's bias too; A_log, dt_bias and D; the norm of what a group's heads read.
         self.mamba_bias = of_heads(has_mamba, k, c)
@@ -233,11 +233,14 @@ class LayerVectors(nnx.Module):
         axes = None, "key_heads", None, None
         return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, mean=0.0, std=net.taps**-0.5)
 
-    def _norms(self, arch: ModelArch, exists: bool, mean: float = 1.0) -> nnx.Param[jax.Array] | None:
-        """`[L, D]`."""
-        if not exists:
+    def _norms(
+        self, arch: ModelArch, exists: bool = True, name: str | None = None, mean: float = 1.0
+    ) -> nnx.Param[jax.Array] | None:
+        """`[L, D]`, of the layers that have this norm; None: all have it."""
+        count = arch.num_layers if name is None else len(arch.normed[name])
+        if not exists or not count:
             return None
-        return vector((arch.num_layers, arch.hidden_size), (None, None), self.norm_dtype, mean=mean)
+        return vector((count, arch.hidden_size), (None, None), self.norm_dtype, mean=mean)
 
     def _head_norms(self, arch: ModelArch, num_layers: int, groups: int) -> nnx.Param[jax.Array] | None:
         """`[L, H]`, the same for all heads; or of all heads, `[L, K, groups, H]`."""

@@ -176,7 +176,7 @@ class RecurrentMixer(Matrices):
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
         net = spec.mixer
         assert isinstance(net, RecurrentNet)
-        self.key_size, self.eps = net.key_size, arch.rms_norm_eps
+        self.key_size, self.eps = net.key_size, arch.rms_norm_eps if net.norm_eps is None else net.norm_eps
         d, values = arch.hidden_size, net.value_heads * net.value_size
         # Rows of a key head: q, k, v, z; what each value head has few of.
         large, small = net.rows, net.gate_rows

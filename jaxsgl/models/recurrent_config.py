@@ -35,7 +35,7 @@ def read_recurrent_net(config: ConfigFile, family: Family) -> RecurrentNet:
     """That of all layers which keep states. Raises `CheckpointError` for numbers that don't fit, or aren't served."""
     if family.recurrence == "mamba":
         return _read_mamba(config, family.mamba_keys)
-    return _read_short_conv(config) if family.recurrence == "short-conv" else _read_delta_net(config)
+    return _read_short_conv(config) if family.recurrence == "short-conv" else _read_delta_net(config, family)
 
 
 def skip_recurrent_net(config: ConfigFile, family: Family) -> None:
@@ -54,13 +54,21 @@ def _read_short_conv(config: ConfigFile) -> ShortConv:
     return ShortConv(size // channels, size // channels, 0, channels, taps)
 
 
-def _read_delta_net(config: ConfigFile) -> DeltaNet:
+def _read_delta_net(config: ConfigFile, family: Family) -> DeltaNet:
+    is_wide = family.wide_delta
+    heads = config.count("num_attention_heads")
+    key_heads = config.count("linear_num_key_heads", heads if is_wide else 16)
+    key_size = config.count(
+        "linear_key_head_dim", int(0.75 * config.count("hidden_size") / key_heads) or 1 if is_wide else 128
+    )
     made = DeltaNet(
-        key_heads=config.count("linear_num_key_heads", 16),
-        value_heads=config.count("linear_num_value_heads", 32),
-        key_size=config.count("linear_key_head_dim", 128),
-        value_size=config.count("linear_value_head_dim", 128),
+        key_heads=key_heads,
+        value_heads=config.count("linear_num_value_heads", heads if is_wide else 32),
+        key_size=key_size,
+        value_size=config.count("linear_value_head_dim", 2 * key_size if is_wide else 128),
         taps=config.count("linear_conv_kernel_dim", 4),
+        most_written=2.0 if is_wide and config.get("linear_allow_neg_eigval", True) else 1.0,
+        norm_eps=1e-5 if is_wide else None,
     )
     if made.value_heads % made.key_heads:
         raise CheckpointError(

@@ -50,7 +50,6 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
             _has("linear_head_dim", "linear_attn_alpha_factor", "kda_lower_bound"),
         ),
     ),
-    ("delta-nets with negative eigenvalues", (_has("linear_allow_neg_eigval"),)),
     ("sparse attention that an index chooses for", (_has("index_topk", "index_n_heads", "indexer_n_heads"),)),
     ("attention to compressed tokens", (_has("compress_rates", "compress_ratios"),)),
     ("attention through convolutions (CCA)", (_has("cca_time0"),)),

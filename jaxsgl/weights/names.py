@@ -225,7 +225,7 @@ _HYBRID: dict[Path, Recipe] = {
     ("delta_net", "output"): Recipe((Source(_DELTA_NET + "out_proj.weight", ("D", "GV")),), pieces.as_is),
     ("vectors", "delta_taps"): Recipe((Source(_DELTA_NET + "conv1d.weight", ("GC", "1", "GT")),), pieces.delta_taps),
     ("vectors", "delta_decay"): Recipe(
-        (Source(_DELTA_NET + "A_log", ("GN",)), Source(_DELTA_NET + "dt_bias", ("GN",))), pieces.by_value_head
+        (Source(_DELTA_NET + "A_log", ("GN",)), Source(_DELTA_NET + "dt_bias", ("GN",))), pieces.delta_rates
     ),
     ("vectors", "delta_norm"): Recipe((Source(_DELTA_NET + "norm.weight", ("GH",)),), pieces.as_is),
 }
@@ -244,6 +244,31 @@ _QWEN3_NEXT: dict[Path, Recipe] = {
     ("delta_net", "gates"): Recipe(
         (Source(_DELTA_NET + "in_proj_ba.weight", ("G2N", "D")),), pieces.delta_inputs_by_head
     ),
+}
+
+
+def _delta_parts(*names: str) -> Recipe:
+    """What makes each of q, k, v, z, b and a by itself, or some of these."""
+    axes = {"q": "GK", "k": "GK", "v": "GV", "g": "GV", "b": "GN", "a": "GN"}
+    sources = (Source(f"{_DELTA_NET}{name}_proj.weight", (axes[name], "D")) for name in names)
+    return Recipe(tuple(sources), pieces.delta_inputs_by_head)
+
+
+_OLMO_HYBRID: dict[Path, Recipe] = {
+    **_AFTER,
+    **_NORMS_OF_ALL_HEADS,
+    ("delta_net", "inputs"): _delta_parts("q", "k", "v", "g", "b", "a"),
+    ("delta_net", "qkvz"): _delta_parts("q", "k", "v", "g"),
+    ("delta_net", "gates"): _delta_parts("b", "a"),
+    ("delta_net", "output"): Recipe((Source(_DELTA_NET + "o_proj.weight", ("D", "GV")),), pieces.as_is),
+    ("vectors", "delta_taps"): Recipe(
+        tuple(
+            Source(f"{_DELTA_NET}{name}_conv1d.weight", (f"G{axis}", "1", "GT")) for name, axis in ("qK", "kK", "vV")
+        ),
+        pieces.delta_taps_apart,
+    ),
+    ("vectors", "delta_decay"): _HYBRID["vectors", "delta_decay"],
+    ("vectors", "delta_norm"): Recipe((Source(_DELTA_NET + "o_norm.weight", ("GH",)),), pieces.as_is),
 }
 
 _OF_MAMBA: dict[Path, Recipe] = {
@@ -491,6 +516,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Lfm2MoeForCausalLM": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
     "NemotronHForCausalLM": _NEMOTRON_H,
+    "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _HYBRID,
     "Qwen3_5MoeForCausalLM": _HYBRID,
@@ -565,6 +591,6 @@ def _layers_of(vectors: str, arch: ModelArch) -> Iterable[int]:
         return arch.attention_layers + arch.reading_layers
     if vectors in ("k_norm", "qkv_bias", "gate_bias"):
         return arch.attention_layers
-    if vectors == "mlp_out_norm":
-        return arch.normed_mlps
+    if vectors.removesuffix("_bias") in arch.normed:
+        return arch.normed[vectors.removesuffix("_bias")]
     return arch.recurrent_layers if vectors.startswith(("delta_", "mamba_", "conv_")) else range(arch.num_layers)

@@ -285,6 +285,20 @@ def by_value_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piec
     yield from _in_rows([each.reshape(heads, 1, group) for each in tensors])
 
 
+def delta_rates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A_log and dt_bias `[V']`, to `[K', 2, r]`, or 3 where b may be more than 1."""
+    yield from by_value_head(arch, tensors)
+    heads, _, _, group = _recurrent_parts(arch)
+    net = arch.recurrent_net
+    if net is not None and net.most_written != 1:
+        yield Piece((slice(None), slice(2, 3)), np.full((heads, 1, group), net.most_written, np.float32))
+
+
+def delta_taps_apart(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`delta_taps` of three convolutions, one after the other."""
+    yield from delta_taps(arch, (np.concatenate(tensors),))
+
+
 def _mamba_channels(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
     """x, B and C of all groups, one after the other `[K' * C, ...]`: C, B and x, each as `[K', rows, ...]`."""
     groups, h, values, _ = _recurrent_parts(arch)

@@ -112,7 +112,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
     of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values;
-    of an index its keys, its heads, and all their queries. Those with G are of what recurs: of all heads q, k and v;
+    of an index its keys, its heads, and all their queries. Those with G are of what recurs: of all heads q, k and v; k;
     taps; value heads, and twice as many; numbers of a value; all values; three times q, k and v; q, k, v and their
     gates; all that Mamba-2 makes of its input. Those with P are of embeddings of layers: numbers of one, rows, and
     numbers of all layers.
@@ -128,6 +128,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     if net is not None:
         of_recurrent_net = {
             "GC": net.key_heads * net.channels,
+            "GK": net.key_heads * net.key_size,
             "GT": net.taps,
             "GN": net.value_heads,
             "G2N": 2 * net.value_heads,

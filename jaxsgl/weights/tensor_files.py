@@ -370,7 +370,7 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     if of_keys is not None and int(of_keys[1]) - arch.stage.layers_before in arch.reading_layers:
         return True
     of_mlp = _OF_MLPS.fullmatch(name)
-    if of_mlp is not None and int(of_mlp[1]) - arch.stage.layers_before not in arch.normed_mlps:
+    if of_mlp is not None and int(of_mlp[1]) - arch.stage.layers_before not in arch.normed["mlp_out_norm"]:
         return True
     if is_unread(name, arch):
         return True

@@ -62,6 +62,8 @@ class Head:
         *write, forget = map(self.fused, columns)
         time = softplus(forget + self._rate(1))
         beta = 1 / (1 + jnp.exp(-write[0])) if write else time
+        if write and self.small.rates.shape[2] > 2:
+            beta = beta * self._rate(2)
         return jnp.exp(-jnp.exp(self._rate(0)) * time), beta
 
     def gated(self, read: jax.Array, v: jax.Array, eps: float) -> jax.Array:

@@ -43,7 +43,9 @@ _recur = jax.jit(functools.partial(plain_recur, 0))
 def drawn(num_tokens: int, seed: int, corrects: bool = True) -> StateTokens:
     rng = np.random.default_rng(seed)
     taps = np.random.default_rng(99).standard_normal((HEADS, CHANNELS, TAPS))
-    rates = np.random.default_rng(98).uniform(-2, 0, (HEADS, 2 if corrects else 3, GROUP))
+    rates = np.random.default_rng(98).uniform(-2, 0, (HEADS, 3, GROUP))
+    if corrects:
+        rates[:, 2] = 1.7  # times b; without it in models' tests
     fused = rng.standard_normal((num_tokens, HEADS, CHANNELS + GROUP * (VALUE + (2 if corrects else 1))))
     scales = np.random.default_rng(97).standard_normal((1, VALUE) if corrects else (1, HEADS, GROUP * VALUE))
     a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (fused, taps[None], rates[None], scales))

@@ -27,7 +27,7 @@ from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_for
 from jaxsgl.weights import as_stored, load_params, random_params
 from pallas_kernels.native import library as native_library
 from pallas_kernels.packed import FLOAT8, FRAGMENTS
-from tests.checkpoint_kinds import DELTA_KINDS
+from tests.checkpoint_kinds import DELTA_KINDS, two_layers
 from tests.checkpoints import make_checkpoint
 from tests.grids import count, daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
@@ -391,6 +391,22 @@ def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: st
     for matrix in [("delta_net", "qkvz"), ("delta_net", "output"), ("attention", "qkv"), ("attention", "o"), *experts]:
         assert kept[matrix].packing == FLOAT8, matrix
     assert kept["delta_net", "gates"] is None and ("delta_net", "inputs") not in kept
+    logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+def test_delta_nets_of_olmo_keep_all_but_their_gates_as_published(tmp_path: Path) -> None:
+    gates = "b_proj", "a_proj"
+    names = [f"model.layers.{layer}.linear_attn.{gate}" for layer in range(2) for gate in gates]
+    sizes: dict[str, Any] = {**two_layers("olmo_hybrid"), "head_dim": 16}
+    plain = make_checkpoint("olmo_hybrid", tmp_path / "plain", **sizes)
+    excepted = "|".join(map(re.escape, names))
+    folder = quantize_folder(plain, tmp_path / "stored", "compressed-tensors int8", exceptions=names, excepted=excepted)
+    arch = as_stored(ModelArch.from_folder(folder), folder)
+    assert arch.weight_format is not None and not any(layer.unquantized for layer in arch.layers)
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    kept = {path[2:]: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
+    assert kept["delta_net", "qkvz"] is not None and kept["delta_net", "gates"] is None
     logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
 

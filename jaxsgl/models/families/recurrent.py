@@ -198,6 +198,17 @@ RECURRENT: dict[str, Family] = {
             }
         ),
     ),
+    "OlmoHybridForCausalLM": Family(
+        norms="post of attention",
+        qk_norm="all",
+        turned_layers="theta",
+        recurrence="delta-net",
+        wide_delta=True,
+        defaults={"max_position_embeddings": 65_536, "linear_allow_neg_eigval": True, "eos_token_id": 100_257},
+        ignored=frozenset(
+            {"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"}
+        ),
+    ),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(
         _LFM2,
