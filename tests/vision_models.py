@@ -163,6 +163,12 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     },
     "glm46v": (transformers.Glm46VConfig, transformers.Glm46VForConditionalGeneration, IN_PART | GLM46V),
     "paddleocr_vl": (transformers.PaddleOCRVLConfig, transformers.PaddleOCRVLForConditionalGeneration, OF_ALL),
+    "idefics3": (
+        transformers.Idefics3Config,
+        transformers.Idefics3ForConditionalGeneration,
+        OF_LLAVA["llava"] | IN_TILES,
+    ),
+    "smolvlm": (transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration, OF_LLAVA["llava"] | IN_TILES),
     "exaone4_5": (transformers.Exaone4_5_Config, transformers.Exaone4_5_ForConditionalGeneration, EXAONE),
     "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
     **{
@@ -186,7 +192,8 @@ OF_PIXTRAL = ("pixtral", "pixtral_llama")  # whose patches are not merged
 WITH_LINES = ("mistral", "ministral3", *OF_PIXTRAL)
 OF_GEMMA4 = ("gemma4", "gemma4_small")
 OF_GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
-WITH_PICTURES = ("mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava")  # transformers' types
+OF_IDEFICS = ("idefics3", "smolvlm")
+WITH_PICTURES = ("mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava", *OF_IDEFICS)  # transformers' types
 OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
 # Towers that differ from `VISION`.
@@ -211,6 +218,13 @@ TOWERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
         }
         for kind in OF_CLIP
+    },
+    **{
+        kind: {
+            "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2,
+            "patch_size": 4, "image_size": 34,
+        }
+        for kind in OF_IDEFICS
     },
     "exaone4_5": {
         "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_key_value_heads": 2,
@@ -273,6 +287,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     text = {**TEXT, **of_kind, **text_changes}
     vision = TOWERS.get(kind, VISION)
     ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in (*WITH_LINES, *OF_CLIP) else IDS
+    if kind in OF_IDEFICS:
+        ids = {"image_token_id": IMAGE, "scale_factor": 2}
     if kind == "exaone4_5":
         ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     if kind == "lighton_ocr":
@@ -428,7 +444,7 @@ def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
         squares = of_image.reshape(h // 4 // merge, w // 4 // merge, *of_square)
         image[:, :h, :w] = squares.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, h, w)
     of_size = {"image_sizes": torch.tensor(sizes)} if model.config.vision_config.model_type == "pixtral" else {}
-    return {"pixel_values": pixels, **of_size}
+    return {"pixel_values": pixels[None] if model.config.model_type in OF_IDEFICS else pixels, **of_size}
 
 
 def line_by_line(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:

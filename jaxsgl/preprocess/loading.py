@@ -21,7 +21,7 @@ from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import KIND_NAMES, Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, cut, frame_size, patches_of_frames, view_sizes
 from jaxsgl.preprocess.placeholders import Part, Visual
-from jaxsgl.preprocess.settings import BICUBIC, PixelSettings, ProcessorSettings
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
 from jaxsgl.requests.media import MAX_LATER, digest_of, too_many_patches
 
@@ -60,9 +60,9 @@ def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> 
     left = Left(bounds.max_request_patches, settings.merge_size)
     for number, file in enumerate(files):
         if isinstance(file, ImageFile):
-            parts = _image(file, settings, bounds, left, f"image {number}")
-            left.take_patches(sum(part.num_patches for part in parts))
-            loaded.append(Visual(parts, is_video=False))
+            visual = _image(file, settings, bounds, left, f"image {number}")
+            left.take_patches(sum(part.num_patches for part in visual.parts))
+            loaded.append(visual)
         else:
             loaded.append(Visual(_video(file, settings, bounds, left, f"video {number}"), is_video=True))
     return loaded
@@ -92,7 +92,7 @@ class Left:
             raise too_many_patches(self._most - self._patches, self._most, self._merge_size)
 
 
-def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
+def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Visual:
     """The picture, or its tiles."""
     max_patches = bounds.max_patches if settings.tiles is None else bounds.max_picture_patches
 
@@ -107,9 +107,11 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
         num_bytes = max(num_bytes, _view_bytes(picture, file.content, sizes_of(picture.width, picture.height)))
     del picture
     with bounds.room.taken(num_bytes, name):
-        views = _scaled(file.content, bounds, sizes_of, name, settings.resample)
+        views = _scaled(file.content, bounds, sizes_of, name, settings)
         tiles = [tile for view in views for tile in cut(view, settings)]
-        return tuple(_part([tile], settings, settings.image) for tile in tiles)
+        parts = tuple(_part([tile], settings, settings.image) for tile in tiles)
+    columns = views[0].shape[1] // settings.fixed_side if settings.fixed_side and settings.tile_words else 0
+    return Visual(parts, is_video=False, columns=columns)
 
 
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
@@ -211,7 +213,7 @@ def _frames(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: 
         of_frame, content = f"frame {number} of {name}", contents[number]
         num_bytes = _still_bytes(_opened(content, bounds.max_pixels, of_frame), content, size)
         with bounds.room.taken(num_bytes, of_frame):
-            (frame,) = _scaled(content, bounds, lambda height, width: [size], of_frame)
+            (frame,) = _scaled(content, bounds, lambda height, width: [size], of_frame, settings)
             return frame
 
     width, height = sizes[0]
@@ -327,13 +329,23 @@ def _scaled(
     bounds: Bounds,
     sizes_of: Callable[[int, int], list[tuple[int, int]]],
     name: str,
-    resample: int = BICUBIC,
+    settings: ProcessorSettings,
 ) -> list[Pixels]:
-    """Decodes and scales; `sizes_of` tells heights and widths to scale to from those of the upright picture."""
+    """Decodes and scales; `sizes_of` tells heights and widths to scale to from those of the upright picture.
+
+    Each from what the file has; with `tiles_longest` each from the one before, of which the first is not seen.
+    """
     picture = _opened(content, bounds.max_pixels, name)
     turn = pictures.decode(picture, name)
     width, height = pictures.upright_size(picture, turn)
-    made = [pictures.scaled(picture, turn, w, h, resample) for h, w in sizes_of(height, width)]
+    sizes = sizes_of(height, width)
+    if settings.tiles_longest is None:
+        made = [pictures.scaled(picture, turn, w, h, settings.resample) for h, w in sizes]
+    else:
+        made = [pictures.scaled(picture, turn, *sizes[0][::-1], settings.resample)]
+        for h, w in sizes[1:]:
+            made.append(made[-1].resize((w, h), Image.Resampling(settings.resample)))
+        del made[0]
     del picture  # its memory
     return [np.asarray(each) for each in made]
 
@@ -349,6 +361,8 @@ def _part(
     frames = frames + frames[-1:] * (settings.temporal_patch_size - len(frames))
     height, width, _ = frames[0].shape
     grid = (1, height // settings.patch_size, width // settings.patch_size)
+    if settings.fixed_side is not None:  # no patch has the rest of a tile
+        frames = [frame[: grid[1] * settings.patch_size, : grid[2] * settings.patch_size] for frame in frames]
     pixels = patches_of_frames(frames, settings.patch_size, settings.merge_size)
     name = settings.name_of(of_kind) + ("" if later is None else f" {later} later")  # its tokens' keys differ, too
     return Part(digest_of(pixels, grid, name), grid, pixels, time_s, later)

@@ -49,14 +49,42 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
     return _size(height, width, settings.unit, limits.min_pixels, min(limits.max_pixels, max_pixels))
 
 
+def tiled_sizes(height: int, width: int, side: int, longest: int) -> list[tuple[int, int]]:
+    """Returns the heights and widths to which a picture is scaled one after the other: with its longer side `longest`,
+    and with both in multiples of `side`.
+
+    In double precision, as the model's processor does it. Raises `InvalidRequest`.
+    """
+    _check_ratio(height, width)
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    first = max(height, 1), max(width, 1)
+    ratio = first[1] / first[0]
+    if first[1] >= first[0]:
+        wide = math.ceil(first[1] / side) * side
+        return [first, (math.ceil(int(wide / ratio) / side) * side, wide)]
+    high = math.ceil(first[0] / side) * side
+    return [first, (high, math.ceil(int(high * ratio) / side) * side)]
+
+
 def view_sizes(height: int, width: int, settings: ProcessorSettings, max_pixels: int) -> list[tuple[int, int]]:
     """Returns the heights and widths to which a picture is scaled, one after the other; see `image_size`.
+
+    The tiles of `tiles_longest` are cut of what is scaled twice, and the whole picture is that, scaled once more.
 
     There are two of a picture that is cut into several tiles: that of all of them, and that of one which shows it
     whole.
     """
-    size = image_size(height, width, settings, max_pixels)
     side = settings.fixed_side
+    if side is not None and settings.tiles_longest is not None:
+        sizes = tiled_sizes(height, width, side, settings.tiles_longest)
+        return sizes if sizes[1] == (side, side) else [*sizes, (side, side)]
+    size = image_size(height, width, settings, max_pixels)
     return [size] if side is None or settings.crops or size == (side, side) else [size, (side, side)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.settings import ProcessorSettings, Times, Written
+from jaxsgl.preprocess.settings import ProcessorSettings, TileWords, Times, Written
 from jaxsgl.requests.media import Grid, MediaItem, sglang_pad_id
 
 EMPTY_LINE = "\n\n"
@@ -43,10 +43,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Visual:
-    """A picture, which has one part, or one for each tile, or a video."""
+    """A picture, which has one part, or one for each tile, or a video.
+
+    Attributes:
+      parts: what is seen of it.
+      is_video: it is one.
+      columns: tiles of a line, whose places are told in words; 0: no words tell them.
+    """
 
     parts: tuple[Part, ...]
     is_video: bool
+    columns: int = 0
 
     @property
     def has_words(self) -> bool:
@@ -56,12 +63,12 @@ class Visual:
     @property
     def runs(self) -> tuple[tuple[Part, ...], ...]:
         """The parts by placeholders."""
-        return tuple((part,) for part in self.parts) if self.has_words else (self.parts,)
+        return tuple((part,) for part in self.parts) if self.has_words or self.columns else (self.parts,)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The text of the tokens around pictures, and `written` and `times` of `ProcessorSettings`."""
+    """The text of the tokens around pictures, and `written`, `times` and `tile_words` of `ProcessorSettings`."""
 
     image: str
     video: str
@@ -69,6 +76,7 @@ class Tokens:
     end: str
     written: Written = "framed"
     times: Times = "seconds"
+    tile_words: TileWords | None = None
 
 
 def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> Tokens:
@@ -82,7 +90,18 @@ def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> T
     image, video, start, end = (
         "" if token_id < 0 else name_of(token_id).decode("utf-8", "replace") for token_id in ids
     )
-    return Tokens(image, video, start, end, settings.written, settings.times)
+    return Tokens(image, video, start, end, settings.written, settings.times, settings.tile_words)
+
+
+def words_around_tiles(picture: Visual, words: TileWords) -> list[str]:
+    """Returns what stands before each tile of a picture, and what after the last one, which shows it whole."""
+    before = [
+        words.line_end * (number > 0 and number % picture.columns == 0)
+        + words.tile.format(row=number // picture.columns + 1, column=number % picture.columns + 1)
+        for number in range(len(picture.parts) - 1)
+    ]
+    whole = (words.line_end + words.after_tiles) * bool(before) + words.whole
+    return [*before, whole, words.end]
 
 
 def times_in_words(video: Visual, times: Times) -> list[tuple[str, str]]:
@@ -108,6 +127,8 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
     unless there is a placeholder for each video.
     """
     videos = [visual for visual in visuals if visual.is_video]
+    if tokens.tile_words is not None:
+        return _with_tiles(text, visuals, tokens.image, tokens.tile_words)
     framed = f"{tokens.start}{tokens.image}{tokens.end}"
     if tokens.written == "start":
         text = text.replace(tokens.start, f"{EMPTY_LINE}{framed}{EMPTY_LINE}")
@@ -130,11 +151,23 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
     return written
 
 
+def _with_tiles(text: str, pictures: Sequence[Visual], placeholder: str, words: TileWords) -> str:
+    """The text with a placeholder for each tile of each picture, between words."""
+    written, *others = text.split(placeholder)
+    if len(others) != len(pictures):
+        raise _mismatch(len(others), placeholder, len(pictures), "images")
+    for picture, after in zip(pictures, others, strict=True):
+        written += placeholder.join(words_around_tiles(picture, words)) + after
+    return written
+
+
 def expand_placeholders(
     ids: Sequence[int], visuals: Sequence[Visual], settings: ProcessorSettings, encode: Callable[[str], list[int]]
 ) -> list[int]:
     """Does to ids what `write_placeholders` does to text; `encode` gives the ids of a time in words."""
     videos = [visual for visual in visuals if visual.is_video]
+    if settings.tile_words is not None:
+        return _ids_with_tiles(ids, visuals, settings.image_token_id, settings.tile_words, encode)
     start, end = settings.vision_start_token_id, settings.vision_end_token_id
     framed = [start, settings.image_token_id, end]
     if settings.written == "start":
@@ -160,6 +193,28 @@ def expand_placeholders(
         for words in times_in_words(video, settings.times):
             before, after = (encode(each) if each else [] for each in words)
             expanded += [*before, start, token_id, end, *after]
+    return expanded
+
+
+def _ids_with_tiles(
+    ids: Sequence[int],
+    pictures: Sequence[Visual],
+    placeholder: int,
+    words: TileWords,
+    encode: Callable[[str], list[int]],
+) -> list[int]:
+    count = sum(token_id == placeholder for token_id in ids)
+    if count != len(pictures):
+        raise _mismatch(count, f"id {placeholder}", len(pictures), "images")
+    expanded, of_pictures = list[int](), iter(pictures)
+    for token_id in ids:
+        if token_id != placeholder:
+            expanded.append(token_id)
+            continue
+        *before, end = map(encode, words_around_tiles(next(of_pictures), words))
+        for each in before:
+            expanded += [*each, placeholder]
+        expanded += end
     return expanded
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 
-BILINEAR, BICUBIC = 2, 3  # in Pillow
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # in Pillow
 _RESCALE = 1 / 255
 _IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
 _BOTH_FILE = "processor_config.json"
@@ -43,6 +43,25 @@ class PixelSettings:
 
 
 @dataclass(frozen=True)
+class TileWords:
+    """What is written around the tiles of a picture.
+
+    Attributes:
+      tile: before a tile, whose `{row}` and `{column}` count from 1.
+      line_end: after the last one of a line.
+      after_tiles: before what shows the picture whole, if tiles come before that.
+      whole: right before that.
+      end: after it.
+    """
+
+    tile: str
+    line_end: str
+    after_tiles: str
+    whole: str
+    end: str
+
+
+@dataclass(frozen=True)
 class ProcessorSettings:
     """All that preprocessing depends on.
 
@@ -66,6 +85,9 @@ class ProcessorSettings:
       crops: a picture is scaled until its shorter side has so many, and of its longer one the middle is taken.
       tiles: the least and the most squares of `fixed_side` that a picture is cut into; one more shows it whole, if
         they are several. None: it isn't cut.
+      tiles_longest: the longer side is scaled to so many pixels, and both then to multiples of `fixed_side`, which are
+        cut into tiles; one more shows what was cut. None: tiles are as `tiles` says.
+      tile_words: what is written around tiles; None: nothing is.
       resample: how pictures are scaled, by Pillow's number.
       written: what clients write for a picture: its placeholder, within the tokens of `vision_start_token_id` and
         `vision_end_token_id` if the model has them ("framed"); the first of these alone, for which those and the
@@ -107,6 +129,8 @@ class ProcessorSettings:
     fixed_side: int | None = None
     crops: bool = False
     tiles: tuple[int, int] | None = None
+    tiles_longest: int | None = None
+    tile_words: TileWords | None = None
     resample: int = BICUBIC
     lifts: bool = False
     counts_frames: bool = False
@@ -179,6 +203,9 @@ _ALONE = {
     "exaone4_5": _Alone(_QWEN2_VL, 2, 67),
     "paddleocr_vl": _Alone(_PADDLE_OCR, 1, 100_295, 101_305, 101_306, lifts=True),
 }
+_IDEFICS3_LONGEST = 4096  # pixels, from which on its processor rounds once more
+_FAKE = "<fake_token_around_image>"
+_IDEFICS3_WORDS = TileWords(_FAKE + "<row_{row}_col_{column}>", "\n", "\n", f"{_FAKE}<global-img>", _FAKE)
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
 _GLM4V_TOKENS = {
@@ -209,6 +236,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_light_on_ocr(folder, config, vision, image, both)
     if (alone := _ALONE.get(str(config.get("model_type")))) is not None:
         return _of_pictures(folder, config, vision, image, alone)
+    if config.get("model_type") in ("idefics3", "smolvlm"):
+        return _of_idefics3(folder, config, vision, image, both)
     if config.get("model_type") == "llava":
         of_tower = _of_llava_pixtral if vision.get("model_type") == "pixtral" else _of_llava
         return of_tower(folder, config, vision, image, both)
@@ -352,6 +381,46 @@ def _of_pictures(
             takes_pixels=False,
         )
     except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _of_idefics3(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, in tiles whose places are told in words."""
+    patch_size, merge_size = vision.get("patch_size", 32), config.get("scale_factor", 2)
+    expected = {"do_image_splitting": True, "do_pad": True, "resample": LANCZOS}
+    _check_processor(folder / _IMAGE_FILE, image, expected)
+    side = vision.get("image_size", 224)
+    tokens = (side // patch_size // merge_size) ** 2
+    _check_processor(folder / _BOTH_FILE, both, {"image_seq_len": tokens})
+    try:
+        told = (image.get(key) or {"longest_edge": usual} for key, usual in (("size", 1456), ("max_image_size", 364)))
+        longest, tile = (int(each["longest_edge"]) for each in told)
+        if tile != side or longest > _IDEFICS3_LONGEST:
+            raise CheckpointError(
+                f"{folder}: max_image_size is {tile} and size {longest}, but supported are {side}, the tower's own, "
+                f"and up to {_IDEFICS3_LONGEST}"
+            )
+        mean, std = (image.get(f"image_{of}") or _HALF for of in ("mean", "std"))
+        pixels = PixelSettings(side**2, side**2, tuple(map(float, mean)), tuple(map(float, std)))
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=merge_size,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id", 128_257),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            fixed_side=side,
+            tiles_longest=longest,
+            tile_words=_IDEFICS3_WORDS,
+            resample=LANCZOS,
+            takes_pixels=False,
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 

@@ -33,6 +33,10 @@ _BESIDE_TOWER = {
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
     **dict.fromkeys((*INTERNVL, *LLAVA), _PROJECTED_TOWER),
+    **dict.fromkeys(
+        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        ("model.vision_model.", "model.connector."),
+    ),
     "PaddleOCRVLForConditionalGeneration": ("model.visual.", "model.projector."),
     "LightOnOcrForConditionalGeneration": ("model.vision_encoder.", "model.vision_projection."),
     "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
@@ -100,6 +104,7 @@ _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
 # Parts of names, and how recipes have them.
 _OTHER_SPELLINGS = {
+    "model.text_model.": _WITHIN,  # as Idefics 3 calls the decoder
     "vision_tower.vision_model.": "vision_tower.",  # which is a model of its own in older folders
     ".self_attn.g_proj.": ".self_attn.gate_proj.",  # of LFM3 in transformers' memory
     ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1 there

@@ -125,6 +125,10 @@ _CLIP = _GEMMA3 | {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
+_IDEFICS3 = {
+    parameter: of._replace(names=tuple(name.replace(_SIGLIP, "model.vision_model.") for name in of.names))
+    for parameter, of in _GEMMA3.items()
+} | {"merger.fc1": _Of(("model.connector.modality_projection.proj",), ("D", "VW"))}
 _PADDLE = "model.projector."
 _PADDLE_OCR = {
     **{
@@ -197,6 +201,8 @@ _TOWERS = {
     **dict.fromkeys(INTERNVL, _INTERNVL),
     "LightOnOcrForConditionalGeneration": _LIGHT_ON_OCR,
     "PaddleOCRVLForConditionalGeneration": _PADDLE_OCR,
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
     **dict.fromkeys(WITH_PIXTRAL, _MISTRAL3),
     **dict.fromkeys(WITH_CLIP, _CLIP),
 }

@@ -24,6 +24,8 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
@@ -43,6 +45,7 @@ from tests.vision_models import (
     MERGES,
     OF_CLIP,
     OF_GLM,
+    OF_IDEFICS,
     START,
     VIDEO,
     VIDEO_END,
@@ -232,6 +235,34 @@ def test_pictures_of_mistral_3_give_transformers_tokens(kind: str, tmp_path: Pat
     llm.close()
     assert answer.prompt_tokens == len(prompt)
     assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
+
+
+@pytest.mark.parametrize("kind", daily(OF_IDEFICS, every=2))
+def test_pictures_of_idefics_3_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """In a text and among ids; the words around tiles are those that transformers' own processor writes."""
+    model = make_model(tmp_path, kind)
+    fake, places = "<fake_token_around_image>", [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    names = {IMAGE: "<image>", START: fake, END: "<global-img>", EMPTY: "\n\n", 90: "\n"}
+    write_words(tmp_path, names | {91 + i: place for i, place in enumerate(places)})
+    told = {"size": {"longest_edge": 68}, "max_image_size": {"longest_edge": 34}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    given = [picture(60, 61), picture(50, 20, seed=1)]
+    cut = Idefics3ImageProcessorPil(**told)(images=[given], return_tensors="pt", return_row_col_info=True)
+    words = SimpleNamespace(
+        fake_image_token=fake, global_image_tag="<global-img>", image_token="<image>", image_seq_len=16
+    )
+    pictures = [Idefics3Processor.replace_image_token(words, cut, number) for number in range(2)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompt = tokenizer.encode(f"11{pictures[0]}23{pictures[1]}").ids
+    assert (cut["rows"], cut["cols"], prompt.count(IMAGE)) == ([[2, 1]], [[2, 2]], 16 * 8)
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    data = {"image": [file_of(each) for each in given]}
+    media = {"pixel_values": cut["pixel_values"]}
+    for form in ({"prompt": "11<image>23<image>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, media, has_types=False)
+    llm.close()
 
 
 PROCESSORS: dict[str, Any] = {"paddleocr_vl": PaddleOCRVLImageProcessorPil, "exaone4_5": Qwen2VLImageProcessorPil}

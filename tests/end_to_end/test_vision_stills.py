@@ -16,7 +16,7 @@ from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
-from tests.vision_models import MERGES, OF_CLIP, SQUARE, is_greedy, make_model, request
+from tests.vision_models import MERGES, OF_CLIP, OF_IDEFICS, SQUARE, is_greedy, make_model, request
 
 pytestmark = pytest.mark.device
 
@@ -32,7 +32,7 @@ class Served(NamedTuple):
         """Text with pictures that the model takes."""
         rng = np.random.default_rng(seed)
         grids: list[Grid] = [SQUARE] * num_images
-        if self.kind not in OF_CLIP:
+        if self.kind not in (*OF_CLIP, *OF_IDEFICS):
             grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(num_images)]
         merge = MERGES.get(self.kind, 2)
         frames = 2 if self.kind == "exaone4_5" else 1
@@ -44,6 +44,8 @@ ENGINES = [
     ("lighton_ocr", 4),
     ("paddleocr_vl", 16),
     ("exaone4_5", 1),
+    ("idefics3", 4),
+    ("smolvlm", 64),
     ("llava_mistral", 1),
     ("llava_qwen2", 64),
 ]

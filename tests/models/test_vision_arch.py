@@ -681,3 +681,75 @@ def test_a_config_of_exaone_4_5_gives_a_tower_whose_heads_share_keys(tmp_path: P
     told["vision_config"]["num_key_value_heads"] = 5
     with pytest.raises(CheckpointError, match="32 heads of vision_config can't share 5 kv heads evenly"):
         read_values(tmp_path, told)
+
+
+# SmolVLM 2.2B, as published.
+SMOLVLM: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "image_token_id": 49153,
+    "model_type": "idefics3",
+    "scale_factor": 3,
+    "text_config": {
+        "_flash_attn_2_enabled": True,
+        "architectures": ["VLlama3ForCausalLM"],
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 16384,
+        "model_type": "llama",
+        "neftune_noise_alpha": 0.0,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 32,
+        "perceiver_config": {"hidden_act": "silu", "model_type": "vllama3", "resampler_n_latents": 64},
+        "pixel_shuffle_factor": 3,
+        "qk_layer_norms": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 273768.0,
+        "use_resampler": False,
+        "vocab_size": 49155,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "max_image_size": {"longest_edge": 384},
+        "model_type": "idefics3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "tie_word_embeddings": False,
+        "use_base_siglip": False,
+    },
+    "vocab_size": 49155,
+}
+
+
+def test_a_published_config_of_smolvlm_gives_a_tower_whose_squares_pass_a_product(tmp_path: Path) -> None:
+    arch = read_values(tmp_path, SMOLVLM)
+    tower = arch.vision
+    assert tower is not None and not (arch.has_axes or arch.tie_embeddings or tower.merger_bias or tower.turns)
+    assert (tower.image_side, tower.merge_size, tower.image_tokens, tower.merged_size) == (27, 3, 81, 9 * 1152)
+    assert (tower.merger, tower.out_size, tower.image_token_id, tower.mean) == ("product", 2048, 49153, (0.5,) * 3)
+    smol = {**SMOLVLM, "architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm"}
+    assert replace(read_values(tmp_path, smol), name=arch.name) == arch
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("text_config", "model_type", "mistral", "text_config.model_type is mistral, but decoders of Idefics3"),
+        ("vision_config", "image_size", 14 * 40, "images of 40 x 40 patches, whose places transformers rounds"),
+        ("", "scale_factor", 2, "images of 27 x 27 patches, but needs a multiple of 2"),
+    ],
+)
+def test_what_smolvlm_may_not_have_is_refused_by_name(
+    section: str, key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    values = copy.deepcopy(SMOLVLM)
+    (values[section] if section else values)[key] = value
+    values["scale_factor"] = 4 if value == 14 * 40 else values["scale_factor"]
+    with pytest.raises(CheckpointError, match=words):
+        read_values(tmp_path, values)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings, TileWords
 
 PIXELS = PixelSettings(65536, 16777216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 SETTINGS = ProcessorSettings(16, 2, 2, PIXELS, PixelSettings(4096, 25165824, PIXELS.mean, PIXELS.std), 7, 8, 5, 6)
@@ -33,6 +33,15 @@ UNMERGED = ProcessorSettings(
 CROPPED = ProcessorSettings(
     14, 1, 1, PixelSettings(336**2, 336**2, *CLIP), PixelSettings(336**2, 336**2, *CLIP), 32_000, -1, -1, -1,
     fixed_side=336, crops=True, takes_pixels=False,
+)  # fmt: skip
+# Of SmolVLM 2.2B, as published: its patches leave out 6 of 384 pixels.
+TOLD_TILES = ProcessorSettings(
+    14, 1, 3, PixelSettings(384**2, 384**2, PIXELS.mean, PIXELS.std),
+    PixelSettings(384**2, 384**2, PIXELS.mean, PIXELS.std), 49_153, -1, -1, -1, fixed_side=384, tiles_longest=1536,
+    tile_words=TileWords(
+        "<fake_token_around_image><row_{row}_col_{column}>", "\n", "\n", "<fake_token_around_image><global-img>",
+        "<fake_token_around_image>",
+    ), resample=1, takes_pixels=False,
 )  # fmt: skip
 # Of PaddleOCR-VL, as in transformers.
 LIFTED = ProcessorSettings(

@@ -20,6 +20,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil,
     get_optimal_tiled_canvas,
 )
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -44,6 +45,7 @@ from tests.preprocess.pictures import (
     SQUARE,
     STEPPED,
     TILED,
+    TOLD_TILES,
     UNMERGED,
     file_of,
     picture,
@@ -225,6 +227,42 @@ def test_tiles_of_internvl_are_its_processors(width: int, height: int, count: in
         assert part.grid == (1, 32, 32)
         squares = tile.reshape(3, 16, 2, 14, 16, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
         np.testing.assert_array_equal(normalized(part, TILED), squares.reshape(part.num_patches, -1))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "longest"),
+    [
+        (1, 1, 1536),
+        (384, 384, 384),
+        (300, 217, 1536),
+        (700, 200, 1152),
+        (20, 3000, 1536),
+        (1921, 1079, 1100),
+        (9, 8, 1000),
+    ],
+)
+def test_tiles_of_smolvlm_are_its_processors(width: int, height: int, longest: int) -> None:
+    """Scaled twice before they are cut, and what is whole a third time."""
+    given, settings = picture(width, height), replace(TOLD_TILES, tiles_longest=longest)
+    processor = Idefics3ImageProcessorPil(size={"longest_edge": longest}, max_image_size={"longest_edge": 384})
+    expected = processor(images=[given], return_tensors="np", return_row_col_info=True)
+    (visual,) = load([ImageFile(file_of(given))], settings, BOUNDS)
+    (tiles,), ((rows,), (columns,)) = expected["pixel_values"], (expected["rows"][0], expected["cols"][0])
+    assert len(visual.parts) == len(tiles) == rows * columns + 1 and visual.columns == max(columns, 1)
+    for part, tile in zip(visual.parts, tiles, strict=True):
+        assert part.grid == (1, 27, 27)
+        squares = tile[:, :378, :378].reshape(3, 9, 3, 14, 9, 3, 14).transpose(1, 4, 2, 5, 0, 3, 6)
+        np.testing.assert_array_equal(normalized(part, settings), squares.reshape(part.num_patches, -1))
+
+
+def test_sizes_of_tiles_of_smolvlm_are_its_processors() -> None:
+    rng, processor = np.random.default_rng(0), Idefics3ImageProcessorPil()
+    images = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}
+    settings = replace(TOLD_TILES, fixed_side=512, tiles_longest=2048)
+    for height, width in rng.integers(20, 3000, (400, 2)).tolist():
+        count, rows, columns = processor.get_number_of_image_patches(height, width, images)
+        (high, wide), *_ = view_sizes(height, width, settings, 1)[1:]
+        assert (high // 512, wide // 512, high // 512 * (wide // 512) + 1) == (rows, columns, count)
 
 
 def test_tilings_of_internvl_are_its_processors() -> None:

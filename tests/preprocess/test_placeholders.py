@@ -18,6 +18,7 @@ from jaxsgl.preprocess.placeholders import (
     tokens_of,
     write_placeholders,
 )
+from jaxsgl.preprocess.settings import TileWords
 from jaxsgl.requests.media import FIRST_HASH_ID, MediaLimits, check_media, hash_ids, sglang_pad_id
 from tests.preprocess.pictures import SMALL
 
@@ -117,6 +118,35 @@ def test_what_stands_for_a_picture_or_a_video_of_gemma_4_becomes_frames() -> Non
     framed = expand_placeholders([START, IMAGE, END, 3, IMAGE], [PICTURE, WIDE], settings, lambda text: [])
     assert framed == [START, IMAGE, END, 3, START, IMAGE, END]
     assert ids == [1, START, IMAGE, END, *spelled[0], START, VIDEO, END, *spelled[1], START, VIDEO, END]
+
+
+def test_places_of_tiles_are_told_in_words() -> None:
+    """As transformers' processor of Idefics 3 writes them."""
+    words = TileWords("<a><{row},{column}>", "|", "/", "<a><whole>", "<a>")
+    settings = replace(SMALL, video_token_id=-1, vision_start_token_id=-1, vision_end_token_id=-1, tile_words=words)
+    tokens = tokens_of(settings, lambda number: b"<image>")
+    tiles, whole = Visual((part(2, 2),) * 5, False, columns=2), Visual((part(2, 2),), False, columns=1)
+    of_tiles = "<a><1,1><image><a><1,2><image>|<a><2,1><image><a><2,2><image>|/<a><whole><image><a>"
+    of_whole = "<a><whole><image><a>"
+    assert write_placeholders("x<image>y<image>", [tiles, whole], tokens) == f"x{of_tiles}y{of_whole}"
+
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    ids = expand_placeholders([1, IMAGE, 2, IMAGE], [tiles, whole], settings, encode)
+    pieces = [encode(piece) for piece in f"{of_tiles}\0{of_whole}".split("<image>")]
+    expected = [1, *pieces[0]]
+    for piece in pieces[1:]:
+        expected += [IMAGE, *(2 if token == 0 else token for token in piece)]
+    assert ids == expected
+    ids, items = expand(ids, [tiles, whole], settings)
+    assert ids == expected and [item.length for item in items] == [1] * 6
+    for call in (
+        lambda: write_placeholders("x", [tiles], tokens),
+        lambda: expand_placeholders([IMAGE, IMAGE], [tiles], settings, encode),
+    ):
+        with pytest.raises(InvalidRequest, match=r"[02] placeholders .*, but 1 images"):
+            call()
 
 
 @pytest.mark.parametrize(

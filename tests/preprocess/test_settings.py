@@ -23,6 +23,7 @@ from tests.preprocess.pictures import (
     SQUARE,
     STEPPED,
     TILED,
+    TOLD_TILES,
     UNMERGED,
 )
 
@@ -338,6 +339,40 @@ def test_a_folder_of_exaone_45_takes_pictures_alone(tmp_path: Path) -> None:
     assert (found.patch_size, found.temporal_patch_size, found.merge_size, found.fixed_side) == (14, 2, 2, None)
     told = (found.image_token_id, found.video_token_id, found.vision_start_token_id, found.vision_end_token_id)
     assert told == (67, -1, -1, -1)
+
+
+SMOLVLM = {
+    "model_type": "idefics3", "image_token_id": 49153, "scale_factor": 3,
+    "vision_config": {"model_type": "idefics3", "image_size": 384, "patch_size": 14},
+}  # fmt: skip
+SMOLVLM_IMAGE = {
+    "do_convert_rgb": True, "do_image_splitting": True, "do_normalize": True, "do_pad": True, "do_rescale": True,
+    "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "max_image_size": {"longest_edge": 384},
+    "image_processor_type": "Idefics3ImageProcessor", "resample": 1, "size": {"longest_edge": 1536},
+}  # fmt: skip
+
+
+def test_the_files_of_smolvlm_are_understood(tmp_path: Path) -> None:
+    tokens = {"image_seq_len": 81, "processor_class": "Idefics3Processor"}
+    write(tmp_path, config=SMOLVLM, preprocessor_config=SMOLVLM_IMAGE, processor_config=tokens)
+    assert load_settings(tmp_path) == TOLD_TILES
+    write(tmp_path, config={**SMOLVLM, "model_type": "smolvlm"})
+    assert load_settings(tmp_path) == TOLD_TILES
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"do_image_splitting": False}, "do_image_splitting is False, but only True"),
+        ({"resample": 3}, "resample is 3, but only 1"),
+        ({"max_image_size": {"longest_edge": 364}}, "max_image_size is 364 and size 1536, but supported are 384"),
+        ({"size": {"longest_edge": 5000}}, "and size 5000, but supported are .* up to 4096"),
+        ({"size": {"height": 384, "width": 384}}, "can't be understood"),
+    ],
+)
+def test_another_processor_of_smolvlm_is_refused(image: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(write(tmp_path, config=SMOLVLM, preprocessor_config=SMOLVLM_IMAGE | image))
 
 
 LLAVA = {

@@ -91,7 +91,7 @@ def kernel_shapes(
         has_sinks=arch.sinks,
         has_bias=arch.attention_bias and by_heads,
         has_out_bias=arch.attention_out_bias or arch.mlp_bias,
-        has_out_norms=bool(arch.normed_mlps),
+        has_out_norms=bool(arch.normed["mlp_out_norm"]),
         is_centred=arch.centred,
         residual_scale=arch.residual_scale,
         has_norm_bias=arch.norm_bias,

@@ -34,6 +34,8 @@ BY_DECODER: dict[str, dict[str, str]] = {
         "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
     },
     "InternVLForConditionalGeneration": INTERNVL_BY_DECODER,
+    "Idefics3ForConditionalGeneration": {"llama": "Idefics3ForConditionalGeneration"},
+    "SmolVLMForConditionalGeneration": {"llama": "SmolVLMForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"qwen3": "LightOnOcrForConditionalGeneration"},
     **LLAVA_BY_DECODER,
 }

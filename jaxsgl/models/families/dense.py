@@ -10,6 +10,7 @@ from jaxsgl.models.families.towers import (
     GEMMA4_TOWER,
     GLM4V_TOWER,
     GLM_OCR_TOWER,
+    IDEFICS3_TOWER,
     LIGHT_ON_OCR_TOWER,
     PADDLE_OCR_TOWER,
     PIXTRAL,
@@ -301,10 +302,35 @@ IN_MISTRAL3: dict[str, Any] = {
     ),
 }
 
+_LLAMA = Family(mlp_bias=None, defaults={"eos_token_id": 2})
+
+# Idefics 3 and SmolVLM, whose folders have settings of older processors and of parts that are not built.
+_IDEFICS3 = replace(
+    _LLAMA,
+    section="text_config",
+    vision=IDEFICS3_TOWER,
+    defaults={**_LLAMA.defaults, "rms_norm_eps": 1e-5},
+    ignored=frozenset(
+        {
+            "_pad_token_id",
+            "image_token_id",
+            "max_image_size",
+            "neftune_noise_alpha",
+            "perceiver_config",
+            "pixel_shuffle_factor",
+            "qk_layer_norms",
+            "size",
+            "tie_word_embeddings",
+            "use_resampler",
+            "vocab_size",
+        }
+    ),
+)
+
 _QWEN3 = Family(qk_norm="head", windows="flag", defaults={"head_dim": 128})
 
 DENSE: dict[str, Family] = {
-    "LlamaForCausalLM": Family(mlp_bias=None, defaults={"eos_token_id": 2}),
+    "LlamaForCausalLM": _LLAMA,
     "IQuestCoderForCausalLM": Family(
         mlp_bias=None,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "eos_token_id": 2},
@@ -554,6 +580,8 @@ DENSE: dict[str, Family] = {
         vision=LIGHT_ON_OCR_TOWER,
         ignored=frozenset({"head_dim", "image_size", "vocab_size"}),
     ),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
     "PaddleOCRVLForConditionalGeneration": replace(
         ERNIE,
         interleaved_rope=False,

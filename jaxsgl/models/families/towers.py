@@ -148,6 +148,31 @@ PIXTRAL_IN_LLAVA = replace(
 
 LIGHT_ON_OCR_TOWER = replace(PIXTRAL, image_token_id=151_655, has_lines=False, required_beside={})
 
+# Idefics 3's and SmolVLM's: SigLIP's, too.
+IDEFICS3_TOWER = VisionFamily(
+    128_257,
+    None,
+    deepstack_layers=None,
+    sections=None,
+    last_norm=True,
+    merger="product",
+    turns=False,
+    frames=1,
+    keys={
+        "depth": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "in_channels": "num_channels",
+        "spatial_merge_size": "scale_factor",
+    },
+    defaults={
+        "num_hidden_layers": 12,
+        "hidden_size": 1152,
+        "intermediate_size": 3072,
+        "patch_size": 32,
+        "image_size": 224,
+    },
+)
+
 # LLaVA 1.5's (arXiv 2103.00020): its class token is left out of what the model reads.
 CLIP = VisionFamily(
     32_000,

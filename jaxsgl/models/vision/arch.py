@@ -19,6 +19,8 @@ from jaxsgl.requests.media import CHANNELS
 
 ROPE_THETA = 10000.0
 FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json lists none
+# Patches along the sides of an image whose places transformers rounds to others in Idefics 3; published are 26, 27, 32.
+ROUNDED_SIDES = frozenset((19, 25, 29, 31, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62))
 SOFT_TOKENS = 280  # of a picture at most, where the folder's processor doesn't say it
 MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 
@@ -26,7 +28,7 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -62,8 +64,8 @@ class VisionArch:
       merger: what makes tokens of squares of patches: an MLP after a norm; ("plain") one without a norm; one after a
         norm and a product; a product with their mean, which passes a norm before or ("scaled") is scaled by sqrt(M) and
         passes a norm without scales; ("gated") an MLP with gates after two products, of which the first has a bias, and
-        the second a norm and GELU after it; or ("square") a norm of all numbers of the square, and an MLP whose width
-        is D, as that of "plain" is.
+        the second a norm and GELU after it; ("product") a product alone; or ("square") a norm of all numbers of the
+        square, and an MLP whose width is D, as that of "plain" is.
       merger_ffn_size: F of that MLP; 0: it follows from other sizes.
       standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
@@ -201,7 +203,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     elif family.merger == "plain":
         merge_size = 1
     else:
-        beside = whole if family.merger == "projected" else config
+        beside = whole if family.merger in ("projected", "product") else config
         merge_size = beside.count(family.keys.get("spatial_merge_size", "spatial_merge_size"), 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
@@ -442,6 +444,11 @@ def _check(arch: VisionArch, config: ConfigFile, out_key: str, hidden_size: int)
         raise CheckpointError(
             f"{config.path}: vision_config has images of {arch.image_side} x {arch.image_side} patches, but needs a "
             f"multiple of {arch.merge_size}"
+        )
+    if arch.merger == "product" and arch.image_side in ROUNDED_SIDES:
+        raise CheckpointError(
+            f"{config.path}: vision_config has images of {arch.image_side} x {arch.image_side} patches, whose places "
+            "transformers rounds, and is not served"
         )
     if arch.merger == "scaled":
         of_heads = {"head_dim": arch.head_dim, "num_key_value_heads": arch.num_heads, "attention_bias": False}

@@ -82,7 +82,7 @@ class Merger(Matrices):
         if arch.merger == "gated":
             self._declare_gated(arch, dtype, stack)
             return
-        if arch.merger not in ("plain", "scaled"):
+        if arch.merger not in ("plain", "product", "scaled"):
             is_root = arch.merger == "pooled" or (arch.root_norms and arch.merger != "square")
             _norm(self, "norm", (*stack, self._normalized), dtype, is_root)
         if arch.standardizes:
@@ -90,10 +90,10 @@ class Merger(Matrices):
             _vector(self, "factor", (arch.hidden_size,), dtype, mean=1.0)
         if arch.merger == "projected":
             _linear(self, "merge", (*stack, arch.hidden_size, wide), dtype, has_bias=False)
-        read = wide if arch.merger in ("mlp", "square") else arch.hidden_size
+        read = wide if arch.merger in ("mlp", "product", "square") else arch.hidden_size
         units = wide if arch.merger == "mlp" else out
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
-        if arch.merger not in ("pooled", "scaled"):
+        if arch.merger not in ("pooled", "product", "scaled"):
             _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
 
     def _declare_gated(self, arch: VisionArch, dtype: jnp.dtype, stack: tuple[int, ...]) -> None:
@@ -124,6 +124,8 @@ class Merger(Matrices):
             return _through(
                 self, "fc2", jax.nn.silu(_through(self, "gate", read, of)) * _through(self, "fc1", read, of), of
             )
+        if self._how == "product":
+            return _through(self, "fc1", x_PM.reshape(-1, self._wide), of)
         x = x_PM
         if self._how != "plain":
             x = _normalized(self, "norm", x.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
