@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -40,7 +41,7 @@ from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, scores_of_pairs, spec_of
 from jaxsgl.requests.outputs import MAX_LABELS, Pooling, PoolingSpec, class_scores
-from jaxsgl.text.prompts import IdsPrompt, TextPrompt
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.tokenizer import Truncation
 
 
@@ -189,24 +190,27 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: PoolingC
             "apply_softmax is false, which needs the whole vocabulary, but the server computes no logits of it: set it "
             "to true, or start the server with --enable-embeddings in place of --is-embedding"
         )
-    prompts, truncation = prompts_of(body.items, True), _truncation(front_end, body)
-    if isinstance(body.query, str):
-        if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
-            raise InvalidRequest("query is a text, but items are token ids: send both in one form")
-        texts = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt)]
-        whole = [text + body.query if body.item_first else body.query + text for text in texts]
-        joined = [TextPrompt(text, truncation=truncation) for text in whole]
-        answers = await pool(generator, joined, call, _labels(body))
-    else:
-        if not all(isinstance(prompt, IdsPrompt) for prompt in prompts):
-            raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
-        ids = [list(prompt.ids) for prompt in prompts if isinstance(prompt, IdsPrompt)]
-        lists = [[*item, *body.query] if body.item_first else [*body.query, *item] for item in ids]
-        of_ids = [IdsPrompt(one, truncation=truncation) for one in lists]
-        answers = await pool(generator, of_ids, call, _labels(body))
+    prompts = _with_query(body, body.query, prompts_of(body.items, True), _truncation(front_end, body))
+    answers = await pool(generator, prompts, call, _labels(body))
     shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
     answer = {"scores": shares, "model": answering(front_end, call), "object": "scoring", "usage": usage_of(answers)}
     return json_response(encode(answer))
+
+
+def _with_query(
+    body: ScoreRequest, query: str | list[int], items: Sequence[Prompt], truncation: Truncation | None
+) -> list[Prompt]:
+    """Returns each item after the query, or before it. Raises `InvalidRequest` if one is text and the other ids."""
+    if isinstance(query, str):
+        texts = [item.text for item in items if isinstance(item, TextPrompt)]
+        if len(texts) < len(items):
+            raise InvalidRequest("query is a text, but items are token ids: send both in one form")
+        whole = (text + query if body.item_first else query + text for text in texts)
+        return [TextPrompt(text, truncation=truncation) for text in whole]
+    lists = [list(item.ids) for item in items if isinstance(item, IdsPrompt)]
+    if len(lists) < len(items):
+        raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
+    return [IdsPrompt([*ids, *query] if body.item_first else [*query, *ids], truncation=truncation) for ids in lists]
 
 
 def _labels(body: ScoreRequest) -> Pooling:
