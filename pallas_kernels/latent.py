@@ -47,7 +47,8 @@ class LatentHeads:
 
     def absorbed(self, q: jax.Array) -> jax.Array:
         """`[T, N, C]` of unrotated queries `[T, N, D]`, by XLA."""
-        return _by_head("tnd,ndc->tnc", q, self.weights[:, : self.num_absorbing])
+        # Heads first: of tokens first, XLA can't run a CPU's product of several rows in bfloat16.
+        return _by_head("ntd,ndc->ntc", q.swapaxes(0, 1), self.weights[:, : self.num_absorbing]).swapaxes(0, 1)
 
     def outputs(self, read: jax.Array) -> jax.Array:
         """`[T, N, V]` of each head's weighted sum of latents `[T, N, C]`, by XLA."""

@@ -152,6 +152,16 @@ def test_a_decode_with_outputs_equals_attention_and_a_product(dtype: Any) -> Non
         assert (np.asarray(found, np.float32)[1] == 0).all()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_a_cpu_multiplies_by_matrices_in_bfloat16(num_tokens: int) -> None:
+    rng = np.random.default_rng(num_tokens)
+    heads = some_heads(rng, BFLOAT16)
+    wide = LatentHeads(heads.weights.astype(jnp.float32), heads.num_absorbing)
+    q, read = (normal(rng, num_tokens, 3, size, dtype=BFLOAT16).astype(jnp.float32) for size in (48, 64))
+    assert_close(jax.jit(LatentHeads.absorbed)(heads, q), wide.absorbed(q), jnp.float32)
+    assert_close(jax.jit(LatentHeads.outputs)(heads, read), wide.outputs(read), jnp.float32)
+
+
 def test_matrices_that_the_kernel_does_not_take_are_xlas() -> None:
     spec = latent(3, 48, 32)
     q, kv = build_case(spec, [64, 0, 19], [1, 0, 1], 0, seed=4).decode_args()
