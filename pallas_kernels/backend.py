@@ -22,6 +22,7 @@ from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.routing import Router
 from pallas_kernels.scaled import ScaledMatrix, ScaledRows
+from pallas_kernels.token_index import IndexTiles
 
 
 class Store(Protocol):
@@ -116,6 +117,14 @@ class AttendToChosen(Protocol):
         interpret: bool,
     ) -> jax.Array:
         """Queries `[T, N, H]` at offsets `[S + 1]`, positions `[T, k]`; returns `[T, N, value_dim or more]`."""
+        ...
+
+
+class ScoreTokens(Protocol):
+    """The scores of `choose_tokens` on one backend."""
+
+    def __call__(self, tiles: IndexTiles, kv: PagedKv, first: int, interpret: bool) -> jax.Array:
+        """`[n, queries, max_len or more]` float32 for keys from number `first` of an entry on; -inf after a query."""
         ...
 
 
@@ -495,6 +504,8 @@ class Backend:
     """None where no query sees what comes after it."""
     attend_to_chosen: Kernel[AttendToChosen] | None = None
     """None where XLA gathers what is chosen."""
+    score_tokens: Kernel[ScoreTokens] | None = None
+    """None where XLA scores what an index chooses from."""
     cuts_entries: bool = False
     """Whether its attention takes queries of fewer numbers than an entry of the cache has, as `api.attention` does."""
     platform: str | None = None

@@ -39,6 +39,7 @@ _COST_OF_XLA: Mapping[str, str] = {
     "paged_decode_attention": "a loop in each layer that the host steps, many times as slow",
     "paged_extend_attention": "a loop in each layer that the host steps, many times as slow",
     "attend_to_chosen": "a loop in each layer that the host steps, many times as slow",
+    "score_tokens": "a loop in each layer that the host steps, many times as slow",
     "grouped_product": "a loop over experts in each layer that the host steps, many times as slow",
     "ordered_product": "an order of sums that depends on the batch",
     "store_kv": "a scatter in each layer, slower where pages are tiled",

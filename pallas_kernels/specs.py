@@ -18,7 +18,7 @@ from pallas_kernels.api.attention import (
     paged_extend_attention,
     store_and_decode,
 )
-from pallas_kernels.api.chosen import attend_to_chosen
+from pallas_kernels.api.chosen import attend_to_chosen, choose_tokens
 from pallas_kernels.api.products import float8_product, float8_rows, quantized_product
 from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_kv
 from pallas_kernels.latent import LatentHeads, LatentQkv
@@ -26,6 +26,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.scaled import ScaledMatrix
+from pallas_kernels.token_index import TokenIndex
 
 # Function, arguments as shapes, and keyword arguments.
 _Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -88,6 +89,11 @@ class ArgSpec:
         if not self.float8_cache:
             return {}
         return {"k_scale": 0.02, "v_scale": 0.01 * jnp.arange(1, self.num_kv_heads + 1, dtype=jnp.float32)}
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens that a sequence can have."""
+        return self.pages_per_seq * self.page_size
 
     @property
     def num_pages(self) -> int:
@@ -155,8 +161,16 @@ class ArgSpec:
 
     def chosen_args(self, num_tokens: int) -> tuple[Any, ...]:
         """q, chosen, query_offsets and kv of `attend_to_chosen`, as shapes: half of the longest sequence is chosen."""
-        count = self.pages_per_seq * self.page_size // 2
-        return self._queries(num_tokens), _int32(num_tokens, count), _int32(self.num_seqs + 1), self.paged_kv()
+        chosen = _int32(num_tokens, self.max_len // 2)
+        return self._queries(num_tokens), chosen, _int32(self.num_seqs + 1), self.paged_kv()
+
+    def choice_args(self, num_tokens: int) -> tuple[Any, ...]:
+        """index, query_offsets and kv of `choose_tokens`, as shapes; the index has up to 64 heads."""
+        heads = min(64, 4 * self.num_groups)
+        queries: Any = jax.ShapeDtypeStruct((num_tokens, heads, self.index_size), self.dtype)
+        weights: Any = jax.ShapeDtypeStruct((num_tokens, heads), jnp.float32)
+        keys: Any = jax.ShapeDtypeStruct((num_tokens, self.index_size), self.dtype)
+        return TokenIndex(queries, weights, keys), _int32(self.num_seqs + 1), self.paged_kv()
 
     def latent_heads(self) -> LatentHeads:
         """The matrices of a layer with a latent, as shapes."""
@@ -179,8 +193,8 @@ class ArgSpec:
     def calls(self) -> tuple[_Call, ...]:
         """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments.
 
-        Of a latent its store, its decode with and without outputs, and extend; with an index attention to what it
-        chooses in place of the store, which is XLA's.
+        Of a latent its store, its decode with and without outputs, and extend; with an index a choice and attention to
+        what is chosen in place of the store, which is XLA's.
         """
         attention: tuple[_Call, ...] = (
             (paged_decode_attention, self.decode_args(), self.attention),
@@ -190,9 +204,13 @@ class ArgSpec:
             with_heads = (*self.decode_args(), self.latent_heads())
             own: tuple[_Call, ...] = ((store_latents, self.store_latents_args(), {}),)
             if self.index_size:
-                own = tuple(
-                    (op, self.chosen_args(num_tokens), {"options": self.options})
-                    for op, num_tokens in ((decode_chosen, self.num_seqs), (extend_chosen, self.num_tokens))
+                few, many, scale = self.num_seqs, self.num_tokens, {"options": self.options}
+                choice = {"first": self.width, "count": self.max_len // 2}
+                own = (
+                    (decode_chosen, self.chosen_args(few), scale),
+                    (extend_chosen, self.chosen_args(many), scale),
+                    (decode_choice, self.choice_args(few), choice),
+                    (extend_choice, self.choice_args(many), choice),
                 )
             return (
                 *own,
@@ -226,6 +244,16 @@ def decode_chosen(*args: Any, **choice: Any) -> jax.Array:
 def extend_chosen(*args: Any, **choice: Any) -> jax.Array:
     """`attend_to_chosen` of more tokens."""
     return attend_to_chosen(*args, **choice)
+
+
+def decode_choice(*args: Any, **choice: Any) -> jax.Array:
+    """`choose_tokens` for one token of each sequence."""
+    return choose_tokens(*args, **choice)
+
+
+def extend_choice(*args: Any, **choice: Any) -> jax.Array:
+    """`choose_tokens` for more tokens."""
+    return choose_tokens(*args, **choice)
 
 
 def store_decoded(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -> tuple[PagedKv, jax.Array]:

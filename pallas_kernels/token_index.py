@@ -37,3 +37,18 @@ class TokenIndex:
     def size(self) -> int:
         """I."""
         return int(self.keys.shape[1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexTiles:
+    """n tiles of queries, each of one sequence; a JAX pytree."""
+
+    queries: jax.Array
+    """`[n, queries, heads, I]`."""
+    weights: jax.Array
+    """`[n, queries, heads]` float32."""
+    positions: jax.Array
+    """`[n, queries]` int32; -1 for a query that isn't there."""
+    seqs: jax.Array
+    """`[n]` int32."""

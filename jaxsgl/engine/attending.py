@@ -171,7 +171,7 @@ class Pages:
             self._chosen = lax.cond(
                 chooses_all,
                 lambda: jnp.zeros((num_tokens, count), jnp.int32),
-                lambda: choose_tokens(index, offsets, kv, qkv.head_dim, count),
+                lambda: choose_tokens(index, offsets, kv, qkv.head_dim, count, backend=self._kernels.score_tokens),
             )
         chosen = self._chosen
         assert chosen is not None, "the first layer has an index"

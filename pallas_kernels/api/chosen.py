@@ -1,7 +1,7 @@
 """Attention to some of a sequence's tokens: which ones an index chooses, and attention of each query to those.
 
-Owns the checks of both. XLA chooses on every device; `xla.chosen` says how. Used by the engine for layers over a
-latent, whose cache entries hold the index's keys, too.
+Owns the checks of both. XLA chooses on every device, by scores that are a kernel's or its own (`xla.chosen`). Used by
+the engine for layers over a latent, whose cache entries hold the index's keys, too.
 """
 
 from __future__ import annotations
@@ -10,14 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import AUTO
-from pallas_kernels.dispatch import choose_kernel
+from pallas_kernels.dispatch import choose_kernel, choose_kernel_or_xla
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv, check_pages
 from pallas_kernels.token_index import TokenIndex
 from pallas_kernels.xla import chosen as xla
 
 
-def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, first: int, count: int) -> jax.Array:
+def choose_tokens(
+    index: TokenIndex,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    first: int,
+    count: int,
+    *,
+    backend: str = AUTO,
+    interpret: bool = False,
+) -> jax.Array:
     """The positions `[T, count]` int32 of the tokens of a query's sequence, up to itself, with the highest scores.
 
     Where a query sees fewer, -1 follows, and for padding tokens all are -1. Of equal scores the earlier token counts.
@@ -28,9 +37,11 @@ def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, firs
         kv: the cache, of one kv head.
         first: where in an entry of the cache the index's key begins.
         count: tokens to choose, fewer than a sequence of the cache can have.
+        backend: of the scores: one that has a kernel for them, "xla", or "auto", the best one that can run.
+        interpret: run a Pallas backend in its interpreter, on any platform.
 
     Raises:
-        ValueError: shapes that don't fit each other.
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
     _check(kv, query_offsets)
     if first + index.size > kv.head_dim:
@@ -39,7 +50,10 @@ def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, firs
         raise ValueError(
             f"count is {count}; it must be 1 to {kv.max_len - 1}: a sequence has up to {kv.max_len} tokens"
         )
-    return xla.choose_tokens(index, query_offsets, kv, first, count)
+    scored = choose_kernel_or_xla(
+        "score_tokens", lambda each: each.score_tokens, backend, index, kv, interpret=interpret
+    )
+    return xla.choose_tokens(index, query_offsets, kv, first, count, scored, interpret)
 
 
 def attend_to_chosen(

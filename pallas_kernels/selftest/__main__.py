@@ -104,7 +104,7 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
         return of_matrices or any(each.may_be_in_float8 for each in shapes.experts)
     if op == "delta_decode":
         return bool(shapes.states)
-    if op == "attend_to_chosen":
+    if op in ("attend_to_chosen", "score_tokens"):
         return any(each.num_chosen for each in shapes.latents)
     if op == "ordered_product":
         return shapes.in_fixed_order

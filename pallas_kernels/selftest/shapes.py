@@ -107,6 +107,10 @@ class LatentShape:
     all."""
     num_chosen: int = 0
     """Tokens that an index chooses for a query; 0: there is none."""
+    index_heads: int = 0
+    """Heads of its queries."""
+    index_size: int = 0
+    """I, numbers of its keys."""
 
 
 @dataclasses.dataclass(frozen=True)

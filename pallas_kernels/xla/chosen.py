@@ -1,9 +1,9 @@
 """`choose_tokens` and `attend_to_chosen` in XLA. Called through `api.chosen`.
 
 Choosing goes by tiles of queries of one sequence, which read its keys together; a tile's scores are one array over all
-positions, filled piece by piece, of which `top_k` takes the largest. Attention gathers the chosen entries of a few
-queries at a time: the heads of one query share them, so that the products have N rows. What is kept at once is bounded
-by the constants below, whatever the number of tokens.
+positions, filled piece by piece or by a kernel, of which `top_k` takes the largest. Attention gathers the chosen
+entries of a few queries at a time: the heads of one query share them, so that the products have N rows. What is kept at
+once is bounded by the constants below, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backend import ScoreTokens
 from pallas_kernels.dots import dot_precision
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, PagedKv
 from pallas_kernels.target import target_device
-from pallas_kernels.token_index import TokenIndex
+from pallas_kernels.token_index import IndexTiles, TokenIndex
 from pallas_kernels.xla.common import UNSEEN, as_bits, from_bits, take
 
 _CHOOSING = 16  # queries whose tokens are chosen at once
+_MOST_KEPT = 2**24  # scores of these, where a kernel makes them
 _ATTENDING = 8  # queries whose chosen entries are gathered at once
 # Scores of heads that are made at once. An iteration costs an accelerator a round trip of the host: there it does more.
 _MOST_SCORES = {"cpu": 2**20}
@@ -52,7 +54,7 @@ def _tiles(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, tile: 
     # A sum over a triangle and not `cumsum`, which XLA's CPU back end makes four kernels of.
     upto = jnp.arange(num_seqs)[:, None] >= jnp.arange(num_seqs)
     ends = jnp.sum(jnp.where(upto, num_tiles, 0), axis=1)
-    number = jnp.arange(num_seqs + num_tokens // tile)
+    number = jnp.arange(min(num_tokens, num_seqs + num_tokens // tile))
     seqs = jnp.minimum(jnp.sum(ends <= number[:, None], axis=1), num_seqs - 1)
     begins = take(query_offsets[:-1] - (ends - num_tiles) * tile, seqs) + number * tile
     tokens = begins[:, None] + jnp.arange(tile)
@@ -62,18 +64,26 @@ def _tiles(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, tile: 
     return _Tiles(seqs, jnp.where(is_mine, tokens, num_tokens), jnp.where(is_mine, positions, -1), ends[-1])
 
 
-@functools.partial(jax.jit, static_argnames=("first", "count"))
-def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, first: int, count: int) -> jax.Array:
-    """See `api.chosen`. Reads the keys of a sequence once for each `_CHOOSING` of its queries."""
+@functools.partial(jax.jit, static_argnames=("first", "count", "scored", "interpret"))
+def choose_tokens(
+    index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, first: int, count: int, scored: ScoreTokens | None,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """See `api.chosen`. Reads the keys of a sequence once for each `_CHOOSING` of its queries.
+
+    `scored`: a kernel that scores; None: XLA does.
+    """
     num_tokens, num_seqs, page_size = len(index.queries), kv.num_seqs, kv.page_size
     tile = min(_CHOOSING, -(-num_tokens // num_seqs))
+    tiles = _tiles(query_offsets, kv.lengths, num_tokens, tile)
     batch = max(1, min(_CHOOSING // tile, num_seqs))
+    if scored is not None:
+        batch = max(1, min(_MOST_KEPT // (tile * kv.max_len), len(tiles.seqs)))
     most = _MOST_SCORES.get(target_device().platform, _MOST_ON_ACCELERATORS) // (batch * tile * index.num_heads)
     pages = kv.page_table.shape[1]
     tile_pages = max(1, min(pages, most // page_size))
     tile_len = tile_pages * page_size
     num_pieces = -(-pages // tile_pages)
-    tiles = _tiles(query_offsets, kv.lengths, num_tokens, tile)
     dtype = _product_dtype(index.queries, kv)
 
     def add_scores(
@@ -94,14 +104,19 @@ def choose_tokens(index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, firs
         seqs, tokens, positions = (take(each, mine) for each in tiles[:3])
         inside = jnp.minimum(tokens, num_tokens - 1)
         asked = take(index.queries, inside).astype(dtype), take(index.weights, inside)
-        fill = functools.partial(add_scores, seqs=seqs, positions=positions, q=asked[0], weights=asked[1])
-        nothing = jnp.full((batch, tile, num_pieces * tile_len), -jnp.inf)
-        scores = lax.fori_loop(0, jnp.max(positions) // tile_len + 1, fill, nothing)
+        if scored is None:
+            fill = functools.partial(add_scores, seqs=seqs, positions=positions, q=asked[0], weights=asked[1])
+            nothing = jnp.full((batch, tile, num_pieces * tile_len), -jnp.inf)
+            scores = lax.fori_loop(0, jnp.max(positions) // tile_len + 1, fill, nothing)
+        else:
+            scores = scored(IndexTiles(*asked, positions, seqs), kv, first, interpret)
         best, places = lax.top_k(scores, count)
         places = jnp.where(best > -jnp.inf, places.astype(jnp.int32), -1)
         return chosen.at[tokens].set(places, mode="drop")
 
     start = jnp.full((num_tokens, count), -1, jnp.int32)
+    if len(tiles.seqs) <= batch:
+        return choose(jnp.int32(0), start)
     return lax.fori_loop(0, (tiles.number + batch - 1) // batch, choose, start)
 
 

@@ -43,7 +43,9 @@ def test_words_that_name_nothing_are_refused(tiny_config: ConfigMaker, words: tu
 def test_kernels_override_the_attention_backend(tiny_config: ConfigMaker) -> None:
     config = tiny_config(attention_backend="xla", kernels=("decode=reference", "norm=triton"))
     chosen = asked_kernels(config, read_arch(config, resolve_model_folder(config.model, None)))
-    assert chosen == KernelChoice("xla", "xla", "reference", "xla", "triton", "auto", attend_to_chosen="xla")
+    assert chosen == KernelChoice(
+        "xla", "xla", "reference", "xla", "triton", "auto", attend_to_chosen="xla", score_tokens="xla"
+    )
 
 
 def test_experts_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) -> None:

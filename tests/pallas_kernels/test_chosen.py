@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels import AttentionOptions, PagedKv, TokenIndex, attend_to_chosen, choose_tokens, tuning
 from pallas_kernels.paged_kv import BITS, to_bits, to_numbers
+from pallas_kernels.xla import chosen as xla
 
 HEADS, KEY, LATENT, PADDING = 3, 6, 4, 2  # query heads; H and C of entries; numbers after the index's key
 OPTIONS = AttentionOptions(sm_scale=0.7, value_dim=LATENT)
@@ -134,6 +135,23 @@ def test_the_kernel_attends_to_what_is_chosen_whole_and_in_splits(
     assert found.shape == (8, heads, latent) and found.dtype == dtype
     assert (np.asarray(found)[5:] == 0).all() and not (np.asarray(found)[:5] == 0).all(axis=(1, 2)).any()
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=2e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "dtype", "page"), [((19, 0, 7), 5, jnp.float32, 4), ((1, 0, 1), 20, jnp.bfloat16, 16)]
+)
+def test_scores_of_the_kernel_choose_the_same_tokens(
+    queries: tuple[int, ...], heads: int, dtype: Any, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are small and whole, so that no format rounds them; in one round, and in as many as there are tiles."""
+    batch = Batch((200, 0, 7), queries, page, heads, 16, dtype)
+    index = dataclasses.replace(batch.index, queries=batch.index.queries.astype(dtype))
+    with tuning.override("score_tokens", "triton", {"tile_tokens": 32}):
+        for kept in (xla._MOST_KEPT, 1):
+            monkeypatch.setattr(xla, "_MOST_KEPT", kept)
+            jax.clear_caches()
+            found = choose_tokens(index, batch.offsets, batch.kv, KEY, 30, backend="triton", interpret=True)
+            np.testing.assert_array_equal(np.sort(found, axis=1), batch.wanted(30)[0])
 
 
 def test_a_choice_of_long_texts_takes_little_memory() -> None:

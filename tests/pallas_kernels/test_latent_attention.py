@@ -9,11 +9,26 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionOptions, paged_decode_attention, paged_extend_attention, tuning
-from pallas_kernels.specs import LATENT_SPECS, ArgSpec, decode_chosen, extend_chosen, store_latents
+from pallas_kernels.specs import (
+    LATENT_SPECS,
+    ArgSpec,
+    decode_choice,
+    decode_chosen,
+    extend_choice,
+    extend_chosen,
+    store_latents,
+)
 from tests.grids import daily
 from tests.pallas_kernels.cases import assert_close, build_case, dense_attention
 from tests.pallas_kernels.lower_everything import on_a_device
 
+KERNELS: dict[Any, str] = {
+    store_latents: "absorb_and_store",
+    decode_chosen: "attend_to_chosen",
+    extend_chosen: "attend_to_chosen",
+    decode_choice: "score_tokens",
+    extend_choice: "score_tokens",
+}
 SPLITS = {"head_rows": 64, "programs_per_core": 1000, "min_split_tokens": 16, "tile_tokens": 16}
 
 
@@ -93,12 +108,7 @@ def test_auto_attends_over_latents_by_a_kernel(kind: str, caplog: pytest.LogCapt
             with on_a_device("cuda", kind, 132):
                 traced = jax.jit(lambda *a, op=op, options=options: op(*a, **options)).trace(*args)
                 text = traced.lower(lowering_platforms=("cuda",)).as_text()
-            names = {
-                store_latents: "absorb_and_store",
-                decode_chosen: "attend_to_chosen",
-                extend_chosen: "attend_to_chosen",
-            }
-            kernel = names.get(op, op.__name__)
+            kernel = KERNELS.get(op, op.__name__)
             assert kernel in text and "stablehlo.while" not in text
     assert "XLA computes" not in caplog.text
 

@@ -49,11 +49,16 @@ LATENTS = dataclasses.replace(
     SHAPES, num_groups=20, head_dim=48, attention=(AttentionOptions(value_dim=32),), latents=(LatentShape(48, 16),),
     has_sinks=False, experts=(), matrices=(), states=(),
 )  # fmt: skip
-INDEXED = dataclasses.replace(LATENTS, head_dim=56, latents=(LatentShape(48, 16, key_size=48, num_chosen=20),))
+INDEXED = dataclasses.replace(
+    LATENTS, head_dim=64, latents=(LatentShape(48, 16, 48, num_chosen=20, index_heads=5, index_size=16),)
+)
+
+
+OF_INDEX = ("attend_to_chosen", "score_tokens")
 
 
 def first_case(op: str) -> Case:
-    return next(iter(CASES_OF[op](INDEXED if op == "attend_to_chosen" else SHAPES)))
+    return next(iter(CASES_OF[op](INDEXED if op in OF_INDEX else SHAPES)))
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Callable[[jax.Array], jax.Array]) -> None:
@@ -281,7 +286,7 @@ def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch)
         (LATENTS, "rotate_and_store", "absorb_and_store", "tokens of latents"),
         (LATENTS, "paged_decode_attention", "decode_latents", "outputs"),
         (INDEXED, "paged_decode_attention", "decode_latents", "outputs"),
-        (INDEXED, "attend_to_chosen", "attend_to_chosen", "rows"),
+        *((INDEXED, op, op, "rows") for op in OF_INDEX),
     ],
 )
 def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(

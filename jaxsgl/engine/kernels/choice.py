@@ -37,8 +37,9 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
     if chosen.get(OP_OF_NAME["states"], "auto") != "auto" and arch.recurrent_net is None:
         raise ConfigError(f"--kernels names states, but the layers of {arch.name} keep none: leave it out")
-    if chosen.get(OP_OF_NAME["chosen"], "auto") != "auto" and (arch.latent is None or arch.latent.index is None):
-        raise ConfigError(f"--kernels names chosen, but {arch.name} attends to all tokens: leave it out")
+    of_index = [name for name in ("chosen", "index") if chosen.get(OP_OF_NAME[name], "auto") != "auto"]
+    if of_index and (arch.latent is None or arch.latent.index is None):
+        raise ConfigError(f"--kernels names {of_index[0]}, but {arch.name} attends to all tokens: leave it out")
     if chosen.get(OP_OF_NAME["float8"], "auto") != "auto" and (fmt is None or fmt.numbers != FLOAT8):
         raise ConfigError(f"--kernels names float8, but {arch.name} has no weights in float8: leave it out")
     if config.weight_only and fmt is not None and fmt.numbers == FLOAT8:
@@ -107,8 +108,11 @@ def kernel_shapes(
 
 
 def _latent_shape(latent: Latent) -> LatentShape:
-    key_size = None if latent.index is None else latent.kv_rank + latent.rotated
-    return LatentShape(latent.unrotated, latent.value, key_size, 0 if latent.index is None else latent.index.num_chosen)
+    index, plain = latent.index, LatentShape(latent.unrotated, latent.value)
+    if index is None:
+        return plain
+    sizes = {"num_chosen": index.num_chosen, "index_heads": index.num_heads, "index_size": index.size}
+    return dataclasses.replace(plain, key_size=latent.kv_rank + latent.rotated, **sizes)
 
 
 def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pallas_kernels.selftest.case import Case
 from pallas_kernels.selftest.cases import experts
 from pallas_kernels.selftest.cases.attention import decode_cases, extend_cases, store_and_decode_cases
-from pallas_kernels.selftest.cases.chosen import chosen_cases
+from pallas_kernels.selftest.cases.chosen import choice_cases, chosen_cases
 from pallas_kernels.selftest.cases.experts import product_cases
 from pallas_kernels.selftest.cases.norms import norm_cases
 from pallas_kernels.selftest.cases.products import float8_cases, ordered_cases, quantized_cases
@@ -41,4 +41,5 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "ordered_product": ordered_cases,
     "delta_decode": state_cases,
     "attend_to_chosen": chosen_cases,
+    "score_tokens": choice_cases,
 }

@@ -31,6 +31,7 @@ OUR_NAMES = (
     "gather_rows",
     "absorb_and_store",
     "attend_to_chosen",
+    "score_tokens",
     "delta_",
     "merge_",
     "paged_",
