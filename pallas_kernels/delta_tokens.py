@@ -192,13 +192,13 @@ class MambaVectors:
       bias: `[L, K, C]` float32, of the convolution.
       rates: `[L, K, 3, r]` float32: b = softplus(logit + rates[1]) and log a = -exp(rates[0]) b; of what is read, so
         many times v is a part besides (rates[2]).
-      scales: `[L, K, r v]` of the norm of what all heads of a group read.
+      scales: `[L, K, r v]` of the norm of what all heads of a group read; None: it has none.
     """
 
     taps: jax.Array
     bias: jax.Array
     rates: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None
     row: int
     eps: float
 
@@ -243,6 +243,8 @@ class MambaTokens(_Tokens):
     def finished(self, out: jax.Array) -> jax.Array:
         """What a backend's step leaves to do: `out [T, K, r, v]` float32, normalized over the heads of a group."""
         vectors = self.vectors
+        if vectors.scales is None:
+            return out.astype(self.dtype)
         scales = vectors.scales[vectors.row].astype(jnp.float32)
         return rms_norm(out.reshape(*out.shape[:2], -1), scales, vectors.eps).reshape(out.shape).astype(self.dtype)
 

@@ -8,6 +8,8 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from pallas_kernels.experts import Choices
 from pallas_kernels.parts import whole
@@ -68,7 +70,7 @@ def centred(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return (x32 - means(x32)).astype(dtype)
 
 
-def multiplied(x: jax.Array, factor: float) -> jax.Array:
+def multiplied(x: jax.Array, factor: float | npt.NDArray[np.float32]) -> jax.Array:
     """x times a factor that is not rounded to its dtype first: that would be off the same way in each layer."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 

@@ -42,6 +42,8 @@ from transformers import (
     ExaoneMoeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     FlexOlmoConfig,
     FlexOlmoForCausalLM,
     Gemma2Config,
@@ -404,6 +406,23 @@ FAMILIES: dict[str, Kind] = {
             "num_local_experts": 10,
             "router_jitter_noise": 0.2,
             "sliding_window": WINDOW,
+        },
+    ),
+    "falcon_h1": (
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        {
+            **_MAMBA,
+            "mamba_d_ssm": 108,
+            "key_multiplier": 0.7,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 1.3,
+            "mlp_multipliers": [0.8, 1.4],
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.6,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.9, 1.2, 0.7, 1.3, 0.8],
         },
     ),
     "olmo_hybrid": (
@@ -1001,7 +1020,7 @@ DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, Qwen's with 
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions
 HYBRID_KINDS = (  # all that keep states
-    *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS, "olmo_hybrid"
+    *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS, "olmo_hybrid", "falcon_h1"
 )  # fmt: skip
 
 
@@ -1013,7 +1032,7 @@ def two_layers(kind: str) -> dict[str, Any]:
     if kind in BLOCK_KINDS:
         return {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
     recurrent = "conv" if kind in CONV_KINDS else "linear_attention"
-    types = {} if kind == "bamba" else {"layer_types": [recurrent, "full_attention"]}
+    types = {} if kind in ("bamba", "falcon_h1") else {"layer_types": [recurrent, "full_attention"]}
     return {"num_hidden_layers": 2, **types}
 
 

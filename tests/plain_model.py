@@ -137,6 +137,8 @@ def _plain_mamba(tokens: MambaTokens, convolved: jax.Array, others: jax.Array) -
 
     read = jax.lax.scan(one, jnp.zeros((*x.shape[1:3], h, x.shape[-1])), (c, b, x, dt))[1]
     gated = read.reshape(z.shape) * jax.nn.silu(z)
+    if vectors.scales is None:
+        return gated.reshape(read.shape).astype(tokens.dtype)
     normed = gated / jnp.sqrt((gated**2).mean(axis=-1, keepdims=True) + vectors.eps) * vectors.scales[vectors.row]
     return normed.reshape(read.shape).astype(tokens.dtype)
 

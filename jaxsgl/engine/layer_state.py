@@ -184,14 +184,17 @@ def layer_states(
     state_of = latent_state if arch.latent is not None else attention_state
 
     def state(layer: LayerSpec) -> LayerState:
+        by_row: tuple[StateArray, ...] = ()
         if isinstance(layer.mixer, RecurrentNet):
-            return recurrent_state(layer.mixer)
+            if not layer.also_attends:
+                return recurrent_state(layer.mixer)
+            by_row = recurrent_state(layer.mixer).by_row
         if layer.mixer is None or layer.keys_from is not None:
             return NOTHING
         heads = layer.heads or arch.kv_heads
         number, width = heads.number, heads.size
         if kept is not None:
             number, width = kept(heads).kept_heads * num_devices, kept(heads).width
-        return state_of(number, page_size, width, dtype)
+        return replace(state_of(number, page_size, width, dtype), by_row=by_row)
 
     return LayerStates(tuple(map(state, arch.layers)), page_size, num_devices, arch.kv_copies)

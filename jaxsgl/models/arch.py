@@ -89,6 +89,8 @@ class ModelArch:
       num_positions: rows of the table of learned positions, as the checkpoint has it; 0: there is none.
       rows_before_positions: how many of these come before that of the first position.
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
+      attention_out_factor: on what attention makes; None: 1.
+      unit_factors: on gates and ups of dense MLPs; None: 1.
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
       sinks: query heads have attention sinks.
       output_gate: what attention's output has gates for, whose sigmoids multiply it; None: it has none.
@@ -152,6 +154,8 @@ class ModelArch:
     num_positions: int = 0
     rows_before_positions: int = 0
     attention_scale: float | None = None
+    attention_out_factor: float | None = None
+    unit_factors: tuple[float, float] | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
     sinks: bool = False
@@ -210,8 +214,8 @@ class ModelArch:
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep something of each token."""
-        mixers = ((i, layer.mixer) for i, layer in enumerate(self.layers) if layer.keys_from is None)
-        return tuple(i for i, mixer in mixers if mixer is not None and not isinstance(mixer, RecurrentNet))
+        own = ((i, layer) for i, layer in enumerate(self.layers) if layer.keys_from is None and layer.mixer is not None)
+        return tuple(i for i, layer in own if layer.also_attends or not isinstance(layer.mixer, RecurrentNet))
 
     @cached_property
     def reading_layers(self) -> tuple[int, ...]:
@@ -245,8 +249,8 @@ class ModelArch:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """The place of each layer among `attention_layers` and then `reading_layers`, or among `recurrent_layers`; -1
-        of a layer that mixes no tokens.
+        """The place of each layer among `recurrent_layers`, or else among `attention_layers` and then `reading_layers`;
+        -1 of a layer that mixes no tokens.
         """
         attending = self.attention_layers + self.reading_layers
         place = {layer: i for of_kind in (attending, self.recurrent_layers) for i, layer in enumerate(of_kind)}
@@ -498,7 +502,9 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         activation=_read_activation(config, family),
         embedding_scale=math.sqrt(hidden_size) if scales_embedding else embedding_scale,
         rounds_embedding_scale=family.rounds_embedding_scale,
-        attention_scale=_read_attention_scale(config, family, latent),
+        attention_scale=_read_attention_scale(config, family, latent, head_dim),
+        attention_out_factor=_read_attention_factor(config, family),
+        unit_factors=_read_unit_factors(config, family),
         residual_scale=residual_scale,
         logits_divisor=logits_divisor,
         normalizes_embedding=family.normalizes_embedding,
@@ -628,6 +634,8 @@ def _read_factors(config: ConfigFile, family: Family, num_layers: int) -> tuple[
         told = tuple(
             config.number(key, 1.0) for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
         )
+    elif family.multipliers == "by part":
+        told = config.number("embedding_multiplier", 1.0), 1.0, 1.0 / config.number("lm_head_multiplier", 1.0)
     elif family.multipliers == "by size":
         root, width = math.sqrt(num_layers), float(config.count("hidden_size"))
         told = (
@@ -638,9 +646,29 @@ def _read_factors(config: ConfigFile, family: Family, num_layers: int) -> tuple[
     return tuple(None if factor == 1.0 else factor for factor in told)
 
 
-def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | None) -> float | None:
+def _read_attention_factor(config: ConfigFile, family: Family) -> float | None:
+    """The factor on what attention makes, that on what it reads included."""
+    if family.multipliers != "by part":
+        return None
+    factor = config.number("attention_in_multiplier", 1.0) * config.number("attention_out_multiplier", 1.0)
+    return None if factor == 1 else factor
+
+
+def _read_unit_factors(config: ConfigFile, family: Family) -> tuple[float, float] | None:
+    """The factors on gates, and on what MLPs make: that of ups does the same."""
+    told = config.get("mlp_multipliers") if family.multipliers == "by part" else None
+    if told is None or list(told) == [1.0, 1.0]:
+        return None
+    gate, down = told
+    return float(gate), float(down)
+
+
+def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | None, head_dim: int) -> float | None:
     if latent is not None:
         return (latent.unrotated + latent.rotated) ** -0.5 * read_latent_amplitude(config) ** 2
+    if family.multipliers == "by part":
+        factor = config.number("key_multiplier", 1.0) * config.number("attention_in_multiplier", 1.0) ** 2
+        return None if factor == 1 else head_dim**-0.5 * factor
     if family.multipliers == "each" and config.get("attention_multiplier") is not None:
         return config.number("attention_multiplier")
     return config.number("query_pre_attn_scalar") ** -0.5 if family.caps else family.attention_scale

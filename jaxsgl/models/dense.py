@@ -55,6 +55,7 @@ from pallas_kernels.norm import Addend, Finished, Update, centred, multiplied, r
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
+AttentionMixer: TypeAlias = Attention | LatentAttention | SharedKeysAttention
 RopeKey: TypeAlias = tuple[RopeParams | None, int]  # a rope, and of how many numbers of a head it is
 
 
@@ -150,6 +151,9 @@ class DecoderLayer(nnx.Module):
         self._mixer = spec.mixer.module if isinstance(spec.mixer, RecurrentNet) else "attention"
         if spec.mixer is not None:
             setattr(self, self._mixer, _mixer_of(spec)(arch, spec, dtype))
+        self._also_attends = spec.also_attends
+        if spec.also_attends:
+            self.attention = Attention(arch, spec, dtype)
         format_of = functools.partial(arch.format_of, spec)
         self.mlp = _mlp(arch, spec.mlp, dtype, format_of)
         self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
@@ -157,18 +161,27 @@ class DecoderLayer(nnx.Module):
         self._shares_norm = arch.parallel == "shared norm"
 
     @property
-    def mixer(self) -> Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None:
+    def mixer(self) -> AttentionMixer | RecurrentMixer | None:
         """What mixes tokens, if anything does."""
-        found: Attention | LatentAttention | SharedKeysAttention | RecurrentMixer | None
+        found: AttentionMixer | RecurrentMixer | None
         found = getattr(self, self._mixer, None)
         return found
 
+    @property
+    def attention_beside(self) -> Attention | None:
+        """What attends next to the mixer, if anything does."""
+        return self.attention if self._also_attends else None
+
     def readers(self, kernels: KernelChoice) -> tuple[Weights | None, ...]:
-        """What multiplies what the layer reads: of its mixer, its MLP or both the only matrix; None: it has several."""
+        """What multiplies what the layer reads: the only matrix of its mixer, of its MLP or of attention next to these;
+        None: there are several.
+        """
         of_mlp = self.mlp_reader(kernels)
         if self.mixer is None:
             return (of_mlp,)
         of_mixer = self.mixer.reader(kernels)
+        if self.attention_beside is not None:
+            return of_mixer, self.attention_beside.reader(kernels)
         return (of_mixer, of_mlp) if self._shares_norm else (of_mixer,)
 
     def mlp_reader(self, kernels: KernelChoice) -> Weights | None:
@@ -193,7 +206,7 @@ _RECURRENT: dict[type[RecurrentNet], type[RecurrentMixer]] = {
 }
 
 
-def _mixer_of(spec: LayerSpec) -> type[Attention | LatentAttention | SharedKeysAttention | RecurrentMixer]:
+def _mixer_of(spec: LayerSpec) -> type[AttentionMixer | RecurrentMixer]:
     if isinstance(spec.mixer, RecurrentNet):
         return _RECURRENT[type(spec.mixer)]
     if isinstance(spec.mixer, Latent):
@@ -244,9 +257,10 @@ class DecoderLayers(Matrices):
     def _through_blocks(
         self, index: int, x_TD: jax.Array, read_TD: Rows, step: _Pass
     ) -> tuple[jax.Array, tuple[Update, ...]]:
-        """The stream before the last block of a layer, and what that block, or two next to each other, add to it.
+        """The stream before the last block of a layer, and what that block, or those next to each other, add to it.
 
-        A layer is a mixer and then an MLP, both next to each other (`arch.parallel`), or one of them alone.
+        A layer is a mixer and then an MLP, both next to each other (`arch.parallel`), or one of them alone. Attention
+        may stand next to a mixer that keeps a state.
         """
         layer, vectors, rows = self.layers[index], self.vectors, step.rows
         if layer.mixer is None:
@@ -255,25 +269,33 @@ class DecoderLayers(Matrices):
         mixed = self._mixed(index, read_TD, step)
         if layer.mlp is None:
             step.context.note_no_experts(len(x_TD))
-            return x_TD, (mixed,)
+            return x_TD, mixed
         out_norm = rows.of(vectors.attention_out_norm, self.arch.norm_row("attention_out_norm", index))
         next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, self.arch.norm_row("mlp_norm", index))
         if self.arch.parallel is not None:
             read_TD = read_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
-            return x_TD, (mixed, self._mlp(layer, index, read_TD, step))
+            return x_TD, (*mixed, self._mlp(layer, index, read_TD, step))
         readers = () if step.context.adapters is not None else (layer.mlp_reader(step.kernels),)
-        x_TD, read_TD = self._add(x_TD, (mixed,), out_norm, next_norm, step.kernels, readers)
+        x_TD, read_TD = self._add(x_TD, mixed, out_norm, next_norm, step.kernels, readers)
         return x_TD, (self._mlp(layer, index, read_TD, step),)
 
-    def _mixed(self, index: int, read_TD: Rows, step: _Pass) -> Update:
-        """What the mixer of a layer adds to the stream."""
-        mixer, place, context = self.layers[index].mixer, self.arch.places[index], step.context
+    def _mixed(self, index: int, read_TD: Rows, step: _Pass) -> tuple[Update, ...]:
+        """What the mixer of a layer adds to the stream, and what attends next to it, if anything does."""
+        layer, place = self.layers[index], self.arch.places[index]
+        mixer, beside = layer.mixer, layer.attention_beside
         assert mixer is not None
-        if isinstance(mixer, RecurrentMixer):
-            return mixer(read_TD, self.vectors, step.rows, place, context.recur, step.kernels)
+        if not isinstance(mixer, RecurrentMixer):
+            return (self._attended(mixer, index, place, read_TD, step),)
+        update = mixer(read_TD, self.vectors, step.rows, place, step.context.recur, step.kernels)
+        if beside is None:
+            return (update,)
+        return update, self._attended(beside, index, self.arch.attention_layers.index(index), read_TD, step)
+
+    def _attended(self, attention: AttentionMixer, index: int, place: int, read_TD: Rows, step: _Pass) -> Update:
+        """What the attention of a layer adds to the stream; `place` is the layer's among those that attend."""
         table = step.tables[self._rope_of(self.arch.layers[index])]
-        adapters = context.adapters_of(index)
-        return mixer(read_TD, self.vectors, step.rows, table, place, context.attend, adapters, step.kernels)
+        adapters = step.context.adapters_of(index)
+        return attention(read_TD, self.vectors, step.rows, table, place, step.context.attend, adapters, step.kernels)
 
     def _after_layer(
         self, index: int, x_TD: jax.Array, updates: Sequence[Update], step: _Pass

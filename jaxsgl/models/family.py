@@ -226,8 +226,10 @@ class Family:
       scales_embedding_key: the key that says whether they are; None: they are.
       rounds_embedding_scale: that root is rounded to the weights' dtype first.
       multipliers: "each": `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling`
-        hold. "by size": embeddings are multiplied by `scale_emb`, what blocks add by `scale_depth` over the root of the
-        number of layers, and logits divided by hidden sizes for each `dim_model_base`. None: there are none.
+        hold. "by part": `embedding_multiplier`, `lm_head_multiplier`, `key_multiplier`, and those of what mixers and
+        MLPs read and make. "by size": embeddings are multiplied by `scale_emb`, what blocks add by `scale_depth` over
+        the root of the number of layers, and logits divided by hidden sizes for each `dim_model_base`. None: there are
+        none.
       scales_logits: logits are multiplied by `logit_scale`.
       normalizes_embedding: see `ModelArch`.
       head_bias: the output head has a bias.
@@ -280,6 +282,7 @@ class Family:
         `attn_layer_indices` or `full_attn_idxs` says; None: none is anything else.
       wide_delta: delta-nets whose sizes config.json leaves out have as many heads as attention, keys of three quarters
         of D together, and values twice as wide; `linear_allow_neg_eigval` holds; what is read is normalized with 1e-5.
+      side_by_side: all layers keep a state, and attend to what it reads, too; what both make is added.
       mamba_keys: what keys of Mamba-2 are called, if not as in Granite 4.0, by their names there.
       blocks: a layer is a mixer or an MLP alone, as `layers_block_type` or `hybrid_override_pattern` says.
       output_gate: see `ModelArch`.
@@ -321,7 +324,7 @@ class Family:
     scales_embedding: bool = False
     scales_embedding_key: str | None = None
     rounds_embedding_scale: bool = False
-    multipliers: Literal["each", "by size"] | None = None
+    multipliers: Literal["each", "by size", "by part"] | None = None
     scales_logits: bool = False
     normalizes_embedding: bool = False
     head_bias: bool = False
@@ -363,6 +366,7 @@ class Family:
     index: Literal["halves", "pairs"] | None = None
     recurrence: Literal["delta-net", "mamba", "short-conv"] | None = None
     wide_delta: bool = False
+    side_by_side: bool = False
     mamba_keys: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = False
     output_gate: OutputGate | None = None

@@ -57,7 +57,9 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     blocks = read_blocks(config) if family.blocks else None
     num_layers = config.count("num_hidden_layers") if blocks is None else len(blocks)
     is_turned = _read_turned(config, family, num_layers)
-    types = _read_types(config, family, is_turned) if blocks is None else blocks
+    types = blocks
+    if types is None:
+        types = [FULL] * num_layers if family.side_by_side else _read_types(config, family, is_turned)
     mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
     is_turned = _turned_by_kind(config, family, types, mlps, is_turned)
     if family.own_parts:
@@ -75,8 +77,8 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
-    if RECURRENT in types:
-        mixers[RECURRENT] = read_recurrent_net(config, family)
+    if RECURRENT in types or family.side_by_side:
+        mixers[FULL if family.side_by_side else RECURRENT] = read_recurrent_net(config, family)
     else:
         skip_recurrent_net(config, family)
     latents = [latent] * num_layers if latent is None else _read_latents(config, latent, num_layers)
@@ -89,6 +91,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
             experts=experts,
             chunk=chunk if each == CHUNKED else None,
             unit_heads=has_unit_heads and turned,
+            also_attends=family.side_by_side,
         )
         for mlp, each, turned, rope, own in zip(mlps, types, is_turned, rope_of_layer, latents, strict=True)
     )

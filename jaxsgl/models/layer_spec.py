@@ -106,6 +106,7 @@ class RecurrentNet:
       key_size, value_size: h and v, numbers of a head.
       taps: tokens that the convolution before it reads, the newest included.
       most_written: of what corrects a delta-net's state, at most this share is written.
+      out_factor: on what is read, as it goes back to the stream.
       norm_eps: added to mean squares of what is read; None: what other norms of the model add.
     """
 
@@ -116,6 +117,7 @@ class RecurrentNet:
     taps: int
     most_written: float = 1.0
     norm_eps: float | None = None
+    out_factor: float = 1.0
 
     plural: ClassVar[str]  # what such layers are called
     module: ClassVar[str]  # what its parameters are called within a layer
@@ -157,12 +159,19 @@ class DeltaNet(RecurrentNet):
 class Mamba(RecurrentNet):
     """A layer of Mamba-2 (`models/mixers.py`), in the same words: its groups are key heads, with C as q and B as k, and
     its heads value heads, with x as v.
+
+    Attributes:
+      normalizes: what the heads of a group read is normalized.
+      row_factors: on C, B, x, z and dt of a group; (): none has one.
     """
 
     plural = "layers of Mamba-2"
     module = "mamba"
     shared = "groups"
     num_gates = 1
+
+    normalizes: bool = True
+    row_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,6 +306,7 @@ class LayerSpec:
       keys_from: it has queries alone, and attends to what the layer of this index, one before it, keeps; such layers
         are the last ones. None: to what it keeps itself.
       experts: a mixture next to `mlp`: both read the residual stream, by norms of their own.
+      also_attends: it attends next to its mixer, which keeps a state, and adds what both make of what they read.
       embedding_size: P, numbers of the embedding that the layer has of each token (`models/layer_embedding.py`); 0:
         none.
     """
@@ -314,6 +324,7 @@ class LayerSpec:
     embedding_size: int = 0
     chunk: int | None = None
     unit_heads: bool = False
+    also_attends: bool = False
 
     @property
     def matrices(self) -> frozenset[str]:
@@ -321,7 +332,7 @@ class LayerSpec:
         if self.mixer is None:
             of_mixer = set[str]()
         elif isinstance(self.mixer, RecurrentNet):
-            of_mixer = {"state_inputs", "state_output"}
+            of_mixer = {"state_inputs", "state_output"} | ({"qkv", "o"} if self.also_attends else set())
         elif not isinstance(self.mixer, Latent):
             of_mixer = {"qkv", "o"}
         else:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -30,7 +31,7 @@ from jaxsgl.models.units import unit_of, xielu
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Biased, Update, biased, centred, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Biased, Update, biased, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 from pallas_kernels.sums import mean_squares
 from pallas_kernels.target import target_device
@@ -223,7 +224,8 @@ class LayerVectors(nnx.Module):
         self.mamba_bias = of_heads(has_mamba, k, c)
         self.mamba_rates = of_heads(has_mamba, k, 3, r)
         groups = len(arch.recurrent_layers), k, r * v
-        self.mamba_norm = vector(groups, (None, "key_heads", None), dtype, mean=1.0) if has_mamba else None
+        normalizes = isinstance(net, Mamba) and net.normalizes
+        self.mamba_norm = vector(groups, (None, "key_heads", None), dtype, mean=1.0) if normalizes else None
 
     def _taps(self, arch: ModelArch, net: RecurrentNet | None) -> nnx.Param[jax.Array] | None:
         """`[L, K', C, taps]` float32, of convolutions."""
@@ -278,7 +280,7 @@ class Attention(Matrices):
         self.eps, self.rotates_first, self.normalizes_values, self.qk_norm = (
             arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values, arch.qk_norm,
         )  # fmt: skip
-        self.qkv_limit = arch.qkv_limit
+        self.qkv_limit, self.out_factor = arch.qkv_limit, arch.attention_out_factor
         # Kernels read a layer's row of scales. All layers have as many, so that their kernels are one.
         self.num_ones = len(arch.attention_layers) if spec.unit_heads else 0
         axes = ("kv_heads", None, None, None)
@@ -350,6 +352,8 @@ class Attention(Matrices):
         if self.has_head_gates:
             of_heads = jax.nn.sigmoid(product(x_TD, self.matrix("gates")).astype(jnp.float32)).reshape(len(x_TD), -1, 1)
             out = (out_TNH * of_heads.astype(out.dtype)).reshape(out.shape)
+        if self.out_factor is not None:
+            out = multiplied(out, self.out_factor)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
 
@@ -421,7 +425,7 @@ class MLP(Matrices):
         down_format: WeightFormat | None,
     ) -> None:
         d, f = arch.hidden_size, spec.ffn_size
-        self.activation = arch.activation
+        self.activation, self.factors = arch.activation, arch.unit_factors
         u = arch.unit_rows
         self.declare("gate_up", (u, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
         self.gate_up_bias = vector((u, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
@@ -443,7 +447,7 @@ class MLP(Matrices):
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
         down = self.matrix("down", kernels)
-        if adapters is None and self.gate_up_bias is None and self.curve is None:
+        if adapters is None and self.gate_up_bias is None and self.curve is None and self.factors is None:
             rows = gated_product(x_TD, self.matrix("gate_up", kernels), self.activation, down)
         else:
             gate_up = self._gate_up(x_TD, adapters, kernels)
@@ -466,10 +470,10 @@ class MLP(Matrices):
         gate_up = product(x_TD, self.matrix("gate_up", kernels))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
-        if adapters is None:
-            return gate_up
-        assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
-        return adapters.add_to_gate_up(gate_up, x_TD)
+        if adapters is not None:
+            assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
+            gate_up = adapters.add_to_gate_up(gate_up, x_TD)
+        return gate_up if self.factors is None else multiplied(gate_up, np.asarray(self.factors, np.float32)[:, None])
 
 
 def last_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None) -> Update:

@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import Latent, LayerSpec, RecurrentNet
+from jaxsgl.models.layer_spec import Latent, LayerSpec, Mamba, RecurrentNet
 from jaxsgl.models.layers import (
     Attend,
     LayerRows,
@@ -33,7 +35,7 @@ from jaxsgl.models.rope import RopeTables, reorders_heads
 from pallas_kernels import KernelChoice, LatentHeads, LatentQkv, TokenIndex
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
-from pallas_kernels.norm import Update, centred, rms_norm, scale_of, sum_parts
+from pallas_kernels.norm import Update, centred, multiplied, rms_norm, scale_of, sum_parts
 from pallas_kernels.qkv import rotate
 from pallas_kernels.short_conv import ConvTokens
 
@@ -177,6 +179,7 @@ class RecurrentMixer(Matrices):
         net = spec.mixer
         assert isinstance(net, RecurrentNet)
         self.key_size, self.eps = net.key_size, arch.rms_norm_eps if net.norm_eps is None else net.norm_eps
+        self.net = net
         d, values = arch.hidden_size, net.value_heads * net.value_size
         # Rows of a key head: q, k, v, z; what each value head has few of.
         large, small = net.rows, net.gate_rows
@@ -217,8 +220,21 @@ class RecurrentMixer(Matrices):
             fused = product_in_parts(x_TD, matrices[0])
         else:
             fused = jnp.concatenate([product(x_TD, matrix) for matrix in matrices], axis=-1)
+        factors = _factors_of_rows(self.net)
+        if factors is not None:
+            fused = multiplied(fused, factors)
         out = recur(place, self.tokens(fused, vectors, rows, place, x_TD.dtype))
+        if self.net.out_factor != 1:
+            out = multiplied(out, self.net.out_factor)
         return last_product(out.reshape(len(out), -1), self.matrix("output", kernels), None)
+
+
+def _factors_of_rows(net: RecurrentNet) -> npt.NDArray[np.float32] | None:
+    """Those of what a layer of Mamba-2 makes of a token, for each row of a group; None: there are none."""
+    if not isinstance(net, Mamba) or not net.row_factors:
+        return None
+    values = net.group * net.value_size
+    return np.repeat(np.asarray(net.row_factors, np.float32), [net.key_size, net.key_size, values, values, net.group])
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -250,7 +266,7 @@ class Mamba2(RecurrentMixer):
         S       = exp(-exp(A) dt) S + B outer (dt x)      dt = softplus(u Wdt + bias) of each head and token
         out     = (rms_norm((S^T C + D x) silu(u Wz)) w) Wo
 
-    The norm is over all heads of a group.
+    The norm is over all heads of a group; Falcon-H1 has none.
 
     Source: Dao and Gu, arXiv 2405.21060, as Bamba and Granite 4.0 have it.
     """
@@ -261,7 +277,7 @@ class Mamba2(RecurrentMixer):
         """See `RecurrentMixer`."""
         stacks = vectors.mamba_taps, vectors.mamba_bias, vectors.mamba_rates, vectors.mamba_norm
         taps, bias, rates, scales = (rows.stack(stack, place) for stack in stacks)
-        assert taps is not None and bias is not None and rates is not None and scales is not None
+        assert taps is not None and bias is not None and rates is not None
         of_layer = MambaVectors(taps, bias, rates, scales, rows.row(place), self.eps)
         return MambaTokens(fused, of_layer, self.key_size, dtype)
 

@@ -1,12 +1,13 @@
 """Reads from config.json what layers are that keep states, and layers that are a mixer or an MLP alone.
 
-Owns the words of Qwen3-Next, Granite 4.0, Bamba, Nemotron-H and LFM2 for these. Called by `layer_config`.
+Owns the words of Qwen3-Next, OLMo, Granite 4.0, Bamba, Falcon-H1, Nemotron-H and LFM2 for these. Called by `layer_config`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ def _read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
     heads, groups = config.count(name("mamba_n_heads"), 128), config.count(name("mamba_n_groups"), 1)
     expand = name("mamba_expand")
     inner = config.count(expand, 2) * config.count("hidden_size") if expand else None
+    if "mamba_d_ssm" in keys and config.get("mamba_d_ssm") is not None:
+        inner = config.count("mamba_d_ssm")
     told = config.get(name("mamba_d_head"), "auto")
     head_size = inner // heads if inner is not None and told == "auto" else config.count(name("mamba_d_head"))
     if heads * head_size != (inner or heads * head_size) or heads % groups:
@@ -113,7 +116,24 @@ def _read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
     taps = config.count(name("mamba_d_conv"), 4)
     if taps < 2:
         raise CheckpointError(f"{config.path}: {name('mamba_d_conv')} is 1, but must be 2 and more")
-    return Mamba(groups, heads, config.count(name("mamba_d_state"), 256), head_size, taps)
+    made = Mamba(groups, heads, config.count(name("mamba_d_state"), 256), head_size, taps)
+    return made if "ssm_multipliers" not in keys else _with_factors(config, made)
+
+
+def _with_factors(config: ConfigFile, net: Mamba) -> Mamba:
+    """The layer as Falcon-H1 has it. Raises `CheckpointError` for what isn't built."""
+    normalizes = bool(config.get("mamba_rms_norm", False))
+    if config.get("mamba_norm_before_gate", True) and normalizes:
+        raise CheckpointError(
+            f"{config.path}: mamba_norm_before_gate is true, but only norms after the gate are supported (false)"
+        )
+    told, of_input = config.get("ssm_multipliers") or [1.0] * 5, config.number("ssm_in_multiplier", 1.0)
+    if not isinstance(told, list) or len(told) != 5:
+        raise CheckpointError(f"{config.path}: ssm_multipliers is {told}, but must be a list of 5 numbers")
+    z, x, b, c, dt = (of_input * float(each) for each in told)
+    factors = () if {z, x, b, c, dt} == {1.0} else (c, b, x, z, dt)
+    out = config.number("ssm_out_multiplier", 1.0)
+    return replace(net, normalizes=normalizes, row_factors=factors, out_factor=out)
 
 
 def read_recurrent_types(config: ConfigFile, family: Family, num_layers: int) -> list[str]:

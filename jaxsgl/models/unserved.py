@@ -33,7 +33,6 @@ def _has_layers(*words: str) -> _Sign:
 # In the order in which they are named: those that take the most work first.
 MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
     ("an encoder beside the decoder", (_has("is_encoder_decoder", "encoder_layers", "num_encoder_layers"),)),
-    ("Mamba-2 next to attention in each layer", (_has("mamba_d_ssm"),)),
     ("recurrent blocks (RG-LRU)", (_has("lru_width"),)),
     (
         "layers with a state-space model (Mamba)",

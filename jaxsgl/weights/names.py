@@ -499,6 +499,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Mistral4ForConditionalGeneration": _LATENT,
     "Glm4MoeLiteForCausalLM": _LATENT,
     "BambaForCausalLM": _BAMBA,
+    "FalconH1ForCausalLM": _BAMBA,
     "CohereForCausalLM": _COHERE,
     "Starcoder2ForCausalLM": _without_gates("mlp.c_fc", "mlp.c_proj"),
     "StableLmForCausalLM": _STABLE_LM,

@@ -43,6 +43,7 @@ UNTRIED = {
     "hyperclovax": ("attention_multiplier", "hidden_size", "num_attention_heads"),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
+    "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
     **dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), ("num_hidden_layers", "per_layer_config")),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -39,6 +40,46 @@ NINE_B: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10]},
 }
+
+
+# As tiiuae/Falcon-H1-1.5B-Deep-Instruct is published, but for numbers of layers and digits of factors.
+FALCON_H1: dict[str, Any] = {
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "attention_bias": False,
+    "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.375, "attn_layer_indices": None, "bos_token_id": 1,
+    "embedding_multiplier": 5.65, "eos_token_id": 11, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1280,
+    "intermediate_size": 3072, "key_multiplier": 0.39, "lm_head_multiplier": 0.0195, "mamba_chunk_size": 128,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 256,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 24, "mamba_norm_before_gate": False,
+    "mamba_proj_bias": False, "mamba_rms_norm": False, "mamba_use_mlp": True, "max_position_embeddings": 131072,
+    "mlp_bias": False, "mlp_expansion_factor": 8, "mlp_multipliers": [0.88, 0.35], "num_attention_heads": 6,
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "num_logits_to_keep": 1, "projectors_bias": False,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000000000.0, "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.35, 0.25, 0.3, 0.25, 0.5], "ssm_out_multiplier": 0.235, "tie_word_embeddings": False,
+    "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto",
+    "vocab_size": 65537,
+}  # fmt: skip
+
+
+def test_every_layer_of_falcon_h1_keeps_a_state_and_attends(tmp_path: Path) -> None:
+    arch = read(tmp_path, **FALCON_H1)
+    assert arch.attention_layers == arch.recurrent_layers == arch.places == (0, 1, 2)
+    net = arch.recurrent_net
+    assert isinstance(net, Mamba) and (net.key_heads, net.value_heads, net.value_size) == (1, 24, 64)
+    assert not net.normalizes and net.out_factor == 0.235
+    np.testing.assert_allclose(net.row_factors, np.multiply(1.25, [0.25, 0.3, 0.25, 0.35, 0.5]))
+    assert (arch.attention_scale, arch.attention_out_factor) == (128**-0.5 * 0.39, 0.375)
+    assert (arch.unit_factors, arch.embedding_scale, arch.logits_divisor) == ((0.88, 0.35), 5.65, 1 / 0.0195)
+    states = layer_states(arch, 64, BFLOAT16)
+    both = [array.name for layer in states.layers[:1] for array in (*layer.by_page, *layer.by_row)]
+    assert both == ["k", "v", "matrices", "inputs"]
+    for changes, named in (
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "mamba_norm_before_gate is true"),
+        ({"ssm_multipliers": [1.0]}, "ssm_multipliers is .* a list of 5 numbers"),
+        ({"projectors_bias": True}, "projectors_bias is true"),
+        ({"attention_bias": True}, "attention_bias is true"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            read(tmp_path, **{**FALCON_H1, **changes})
 
 
 def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: Path) -> None:

@@ -30,8 +30,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "hunyuan_moe": {"num_experts": 8},
     **{
         kind: {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
-        for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+        for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid")
     },
+    "falcon_h1": {"mamba_n_groups": 4},
+    "phimoe": {"num_local_experts": 8},
 }
 # Those left out are served by devices in tests/end_to_end/test_tensor_parallel.py.
 KINDS = (
@@ -39,6 +41,7 @@ KINDS = (
     "gemma", "gemma2", "qwen2", "seed_oss", "granite", "hunyuan", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2",
     "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gemma4_small", "gemma4_moe",
     "llama4", "hunyuan_moe", "glm_moe_dsa", "apertus", "cohere2_moe", "nemotron",
+    "olmo", "nanochat", "falcon", "phimoe", "axk1", "olmo_hybrid", "falcon_h1",
 )  # fmt: skip
 
 

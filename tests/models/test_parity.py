@@ -163,6 +163,13 @@ def test_factors_on_embeddings_in_bfloat16_are_not_rounded_first(
     np.testing.assert_array_equal(np.asarray(streams[0]), np.asarray(jnp.asarray(exact, dtype)))
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="a variant of a kind; by night")
+def test_what_falcon_h1_reads_from_states_may_be_normalized(tmp_path: Path) -> None:
+    folder = make_checkpoint("falcon_h1", tmp_path, mamba_rms_norm=True, mamba_norm_before_gate=False)
+    prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:40]]
+    np.testing.assert_allclose(checkpoint_logits(folder, prompt), reference_logits(folder, prompt).numpy(), atol=5e-4)
+
+
 def test_gates_of_lfm3_go_by_their_name_in_memory_too(tmp_path: Path) -> None:
     folder = make_checkpoint("lfm3", tmp_path)
     expected = checkpoint_logits(folder, PROMPT[:5])

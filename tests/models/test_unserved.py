@@ -17,12 +17,6 @@ pytestmark = pytest.mark.device
 
 MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("MambaForCausalLM", {"state_size": 16}, "no family of its form has layers with a state-space model (Mamba)", None),
-    (
-        "FalconH1ForCausalLM",
-        {"mamba_d_ssm": 1536},
-        "here: Mamba-2 next to attention in each layer; run",
-        "FalconForCausalLM",
-    ),
     ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3}, "no family of its form has short", "Lfm2MoeForCausalLM"),
     ("DeepseekV33ForCausalLM", {"index_topk": 9}, "no family of its form has sparse", "DeepseekV32ForCausalLM"),
     ("Llama5ForCausalLM", {"attention_chunk_size": 8192}, "no family of its form has attention", "Llama4ForCausalLM"),

@@ -421,6 +421,7 @@ MAMBA_IN: list[tuple[str, str, dict[str, Any]]] = [
         "modelopt nvfp4",
         {"mamba_head_dim": 16, "moe_latent_size": 80, "moe_shared_expert_intermediate_size": 64},
     ),
+    ("falcon_h1", "compressed-tensors int8", {}),
 ]
 
 

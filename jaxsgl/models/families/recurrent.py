@@ -131,6 +131,36 @@ RECURRENT: dict[str, Family] = {
             {"attn_rotary_emb", "mamba_chunk_size", "num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"}
         ),
     ),
+    "FalconH1ForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        recurrence="mamba",
+        side_by_side=True,
+        multipliers="by part",
+        mamba_keys={key: key for key in ("mamba_d_ssm", "ssm_multipliers")},
+        required={"hidden_act": "silu", "mamba_use_mlp": True, "projectors_bias": False},
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "max_position_embeddings": 8192,
+            "eos_token_id": 2,
+        },
+        ignored=frozenset(
+            {
+                "layer_types",
+                "layers_block_type",
+                "mamba_chunk_size",
+                "mamba_expand",
+                "mlp_expansion_factor",
+                "num_logits_to_keep",
+                "time_step_floor",
+                "time_step_max",
+                "time_step_min",
+                "time_step_rank",
+            }
+        ),
+    ),
     "NemotronHForCausalLM": Family(
         norm_eps_key="layer_norm_epsilon",
         qkv_bias=False,
