@@ -1,6 +1,7 @@
 """Reads from config.json what layers are that keep states, and layers that are a mixer or an MLP alone.
 
-Owns the words of Qwen3-Next, OLMo, Granite 4.0, Bamba, Falcon-H1, Nemotron-H and LFM2 for these. Called by `layer_config`.
+Owns the words of Qwen3-Next, OLMo, Granite 4.0, Bamba, Falcon-H1, Nemotron-H and LFM2 for these. Called by
+`layer_config`.
 """
 
 from __future__ import annotations
