@@ -173,7 +173,7 @@ def test_a_request_that_meets_a_fault_of_the_server_is_answered_500_and_the_othe
 
     monkeypatch.setattr(routes, "router", lambda _: api)
     limits = SimpleNamespace(max_body_bytes=1 << 20, max_message_bytes=1 << 20)
-    front_end: Any = SimpleNamespace(engine=SimpleNamespace(refusal=None), config=limits)
+    front_end: Any = SimpleNamespace(engine=SimpleNamespace(refusal=None), config=limits, metrics=None)
     (tmp_path / "in").write_text("".join(line(f"r{at}", [at - 2]) for at in range(5)))
     results = Results(tmp_path / "out")
     asyncio.run(run(requests_of(tmp_path / "in"), results, InProcess(front_end).ask, 1))
