@@ -4,6 +4,7 @@ Owns the arithmetic of norms over an array's last axis. Never knows layers. Used
 """
 
 import dataclasses
+import functools
 from typing import TypeAlias
 
 import jax
@@ -30,11 +31,11 @@ class Biased:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """An update on which something is still to be done, in this order, before it is added."""
+    """A sum of updates on which something is still to be done, in this order, before it is added."""
 
-    update: "Update"
+    updates: tuple["Update", ...]
     scales: jax.Array | None = None
-    """`[L, D]`, of which the update's own RMSNorm takes `row`; None: it has none."""
+    """`[L, D]`, of which the sum's own RMSNorm takes `row`; None: it has none."""
     row: int | jax.Array | None = None
     """None where there are no scales."""
     eps: float = dataclasses.field(default=0.0, metadata={"static": True})
@@ -111,11 +112,12 @@ def sum_parts(update: Addend, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _finished(update: Finished, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    if update.centred:  # of sums that are not rounded before
+    if update.centred or len(update.updates) > 1:  # sums are rounded once
         wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-        rows = centred(sum_parts(update.update, wide), x.dtype)
+        total = functools.reduce(jnp.add, (sum_parts(each, wide).astype(wide.dtype) for each in update.updates))
+        rows = centred(total, x.dtype) if update.centred else total.astype(x.dtype)
     else:
-        rows = sum_parts(update.update, x)
+        rows = sum_parts(update.updates[0], x)
     if update.scales is not None and update.row is not None:
         rows = rms_norm(rows, scale_of(update.scales, update.row, x.dtype), update.eps)
     return rows if update.factor is None else multiplied(rows, update.factor)

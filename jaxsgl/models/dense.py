@@ -416,16 +416,10 @@ class DecoderLayers(Matrices):
         `[T, D]` or in parts, as `add_and_norm` takes it.
         """
         eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
-        update = updates[0]
-        if len(updates) > 1:
-            wide = jax.ShapeDtypeStruct(x_TD.shape, jnp.float32)
-            total = sum(sum_parts(each, wide).astype(wide.dtype) for each in updates)
-            assert isinstance(total, jax.Array), "there is an update"
-            update = total[None] if self.arch.centred else total.astype(x_TD.dtype)  # a part is rounded later
-        added: Addend = update
-        if self.arch.centred or out_norm is not None or scale is not None:
+        added: Addend = updates[0]
+        if len(updates) > 1 or self.arch.centred or out_norm is not None or scale is not None:
             norms, row = (None, None) if out_norm is None else out_norm
-            added = Finished(update, norms, row, eps, self.arch.centred, scale)
+            added = Finished(tuple(updates), norms, row, eps, self.arch.centred, scale)
         if next_norm is None:
             x_TD = x_TD + sum_parts(added, x_TD)
             return x_TD, x_TD

@@ -29,7 +29,7 @@ def add_and_norm(
     Args:
         x: `[T, D]`.
         update: `[T, D]` in x's dtype; or `[P, T, D]` float32, parts whose sum is the update; or one of these as
-            `Biased`; or `Choices` of T tokens, whose rows are in x's dtype; or any of these as `Finished`.
+            `Biased`; or `Choices` of T tokens, whose rows are in x's dtype; or several of these as `Finished`.
         scales: `[L, D]`, of which this norm takes `row`.
         row: index of the norm's scale.
         eps: added to the mean square.
@@ -96,9 +96,11 @@ def _check_update(update: Addend, x: jax.Array) -> None:
         norms = update.scales
         if norms is not None and (norms.ndim != 2 or norms.shape[1:] != x.shape[1:] or update.row is None):
             raise ValueError(
-                f"the update's norm takes row {update.row} of {norms.shape}; it must be a row of [L, {x.shape[1]}]"
+                f"the updates' norm takes row {update.row} of {norms.shape}; it must be a row of [L, {x.shape[1]}]"
             )
-        update = update.update
+        for each in update.updates:
+            _check_update(each, x)
+        return
     if isinstance(update, Choices):
         rows, tokens = update.rows, update.place_of.shape[:1]
         if (

@@ -83,7 +83,7 @@ def _kernel(
     num_results = 3 if in_float8 else 2
     update, scales_ref, biases_ref = jax.tree.unflatten(tree, refs[:-num_results])
     total_ref, *normed_refs = refs[-num_results:]
-    finished: Any = update if isinstance(update, Finished) else Finished(update)  # of references
+    finished: Any = update if isinstance(update, Finished) else Finished((update,))  # of references
     row = row_ref[0]  # first: the scales wait for it while the sum is computed
     own_row = None if finished.row is None else finished.row[0]
     token = pl.program_id(0)
@@ -104,11 +104,11 @@ def _kernel(
     def normalized(rows: jax.Array, scales_ref: Any, row: jax.Array, eps: float) -> jax.Array:
         return rows * lax.rsqrt(jnp.sum(rows * rows) / size + eps) * load(scales_ref, row)
 
-    if finished.centred:
-        whole = _summed(finished.update, token, load, lambda rows: rows)
-        added = rounded(jnp.where(is_real, whole - jnp.sum(whole) / size, 0))
+    if finished.centred or len(finished.updates) > 1:
+        whole = functools.reduce(jnp.add, (_summed(each, token, load, lambda rows: rows) for each in finished.updates))
+        added = rounded(jnp.where(is_real, whole - jnp.sum(whole) / size, 0) if finished.centred else whole)
     else:
-        added = rounded(_summed(finished.update, token, load, rounded))
+        added = rounded(_summed(finished.updates[0], token, load, rounded))
     if own_row is not None:
         added = rounded(normalized(added, finished.scales, own_row, finished.eps))
     if finished.factor is not None:

@@ -60,7 +60,7 @@ def test_an_update_is_centred_then_normalized_then_scaled(
 ) -> None:
     x, update, scales = arrays(size, num_parts, jnp.float32)
     own = scales + 1
-    finished = Finished(update, own, 2, EPS, centred, factor)
+    finished = Finished((update,), own, 2, EPS, centred, factor)
     total, normed = add_and_norm(x, finished, scales, 1, EPS, backend=backend, interpret=backend == "triton")
     exact = np.asarray(update, np.float64)
     exact = exact.sum(axis=0) if num_parts else exact
@@ -71,6 +71,20 @@ def test_an_update_is_centred_then_normalized_then_scaled(
     assert_close(total, exact, jnp.float32)
     right = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(scales, np.float64)[1]
     assert_close(normed, right, jnp.float32)
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
+def test_updates_are_added_up_before_their_sum_is_rounded(backend: str) -> None:
+    x, update, scales = arrays(64, 3, jnp.bfloat16)
+    bias = jnp.full(64, 300, jnp.bfloat16)  # among which a bfloat16 keeps no fraction
+    updates = Biased(update, bias), jnp.full_like(x, -300)
+    total, normed = add_and_norm(
+        x * 0, Finished(updates), scales, 1, EPS, backend=backend, interpret=backend == "triton"
+    )
+    exact = np.asarray(update, np.float64).sum(axis=0)
+    assert_close(total, exact, jnp.bfloat16)
+    right = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(scales, np.float64)[1]
+    assert_close(normed, right, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("backend", ["triton", "xla"])
@@ -89,7 +103,7 @@ def test_a_norm_may_have_a_bias(backend: str) -> None:
 def test_an_update_is_centred_before_it_is_rounded(backend: str) -> None:
     x, update, scales = arrays(64, 3, jnp.bfloat16)
     bias = jnp.full(64, 300, jnp.bfloat16)  # among which a bfloat16 keeps no fraction
-    finished = Finished(Biased(update, bias), centred=True)
+    finished = Finished((Biased(update, bias),), centred=True)
     total, _ = add_and_norm(x * 0, finished, scales, 1, EPS, backend=backend, interpret=backend == "triton")
     exact = np.asarray(update, np.float64).sum(axis=0)
     assert_close(total, exact - exact.mean(axis=1, keepdims=True), jnp.bfloat16)
@@ -99,7 +113,7 @@ def test_an_update_is_centred_before_it_is_rounded(backend: str) -> None:
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_gpu_runs_one_kernel_that_adds_the_parts_up_and_finds_its_rows(num_parts: int, is_finished: bool) -> None:
     def run(x: jax.Array, update: jax.Array, scales: jax.Array) -> Any:
-        finished = Finished(update, scales, 1, EPS, centred=True, factor=0.5)
+        finished = Finished((update,), scales, 1, EPS, centred=True, factor=0.5)
         return add_and_norm(x, finished if is_finished else update, scales, 2, EPS)
 
     with on_an_h100():
@@ -131,6 +145,6 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"scales \(3, 64\) \[L, D\] with a row 3"):
         add_and_norm(x, update, scales, 3, EPS)
     with pytest.raises(
-        ValueError, match=r"the update's norm takes row None of \(3, 64\); it must be a row of \[L, 64\]"
+        ValueError, match=r"the updates' norm takes row None of \(3, 64\); it must be a row of \[L, 64\]"
     ):
-        add_and_norm(x, Finished(update, scales), scales, 0, EPS)
+        add_and_norm(x, Finished((update,), scales), scales, 0, EPS)

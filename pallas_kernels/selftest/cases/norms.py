@@ -54,7 +54,7 @@ def _update(product: jax.Array, bias: jax.Array, scales: jax.Array, shapes: Kern
     if not shapes.has_out_norms and not shapes.is_centred and shapes.residual_scale is None:
         return update
     norms, row = (scales, ROW + 1) if shapes.has_out_norms else (None, None)
-    return Finished(update, norms, row, EPS, shapes.is_centred, shapes.residual_scale)
+    return Finished((update,), norms, row, EPS, shapes.is_centred, shapes.residual_scale)
 
 
 def _added(
