@@ -53,6 +53,12 @@ def test_experts_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) ->
         Engine(tiny_config(kernels=("experts=xla",)), progress=False)
 
 
+@pytest.mark.parametrize("name", ["chosen", "index"])
+def test_what_an_index_chooses_in_a_model_without_one_is_refused(name: str, tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match=f"--kernels names {name}, but Qwen3ForCausalLM attends to all tokens"):
+        Engine(tiny_config(kernels=(f"{name}=xla",)), progress=False)
+
+
 def test_products_of_weights_in_groups_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) -> None:
     with pytest.raises(ConfigError, match="names quantized, but Qwen3ForCausalLM has no weights whose scales are"):
         Engine(tiny_config(kernels=("quantized=xla",)), progress=False)

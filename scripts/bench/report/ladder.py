@@ -48,7 +48,7 @@ def ladder(attention: tuple[str, ...], *, dry: bool) -> list[Rung]:
         rungs += [Rung(HANGS, "hang", {}, limit_s=20), Rung(CRASHES, "crash", {})]
     for backend in attention:
         rungs += _decodes(backend, dry) + _extends(backend, dry)
-    rungs += [_start(dry), *_products(dry), *_steps(dry)]
+    rungs += [_start(dry), *([] if dry else [_start_with_index()]), *_products(dry), *_steps(dry)]
     patience = DRY_PATIENCE if dry else 1
     return [
         rung if rung.kind == "hang" else dataclasses.replace(rung, limit_s=patience * rung.limit_s) for rung in rungs
@@ -144,6 +144,18 @@ def _start(dry: bool) -> Rung:
         **heads, **formats,
     }  # fmt: skip
     return Rung("kernels as a start tests them", "start", shapes, 300)
+
+
+def _start_with_index() -> Rung:
+    """The same at the shapes of DeepSeek V3.2's attention on 8 devices."""
+    dtypes = dict.fromkeys(("dtype", "kv_dtype", "norm_dtype"), "bfloat16")
+    latent = {"num_absorbing": 128, "num_outputs": 128, "key_size": 576}
+    latent |= {"num_chosen": 2048, "index_heads": 64, "index_size": 128}
+    shapes: dict[str, Any] = {
+        "num_kv_heads": 1, "num_groups": 16, "head_dim": 704, "page_size": 64, "hidden_size": 7168, "experts": [],
+        "attention": [{"sm_scale": 0.1, "value_dim": 512}], "matrices": [], "latents": [latent], **dtypes,
+    }  # fmt: skip
+    return Rung("kernels of an index as a start tests them", "start", shapes, 300)
 
 
 def _products(dry: bool) -> list[Rung]:
