@@ -90,6 +90,11 @@ GLM_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 4, "topk_group": 2,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "attention_bias": True,
 }  # fmt: skip
+AYA: dict[str, Any] = {
+    "model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 20, "logit_scale": 1.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 EXAONE: dict[str, Any] = {
     "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -169,6 +174,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         OF_LLAVA["llava"] | IN_TILES,
     ),
     "smolvlm": (transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration, OF_LLAVA["llava"] | IN_TILES),
+    "aya_vision": (transformers.AyaVisionConfig, transformers.AyaVisionForConditionalGeneration, AYA),
     "exaone4_5": (transformers.Exaone4_5_Config, transformers.Exaone4_5_ForConditionalGeneration, EXAONE),
     "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
     **{
@@ -193,7 +199,8 @@ WITH_LINES = ("mistral", "ministral3", *OF_PIXTRAL)
 OF_GEMMA4 = ("gemma4", "gemma4_small")
 OF_GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 OF_IDEFICS = ("idefics3", "smolvlm")
-WITH_PICTURES = ("mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava", *OF_IDEFICS)  # transformers' types
+# Transformers' types.
+WITH_PICTURES = ("aya_vision", "mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava", *OF_IDEFICS)
 OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
 # Towers that differ from `VISION`.
@@ -225,6 +232,10 @@ TOWERS: dict[str, dict[str, Any]] = {
             "patch_size": 4, "image_size": 34,
         }
         for kind in OF_IDEFICS
+    },
+    "aya_vision": {
+        "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "vision_use_head": False,
     },
     "exaone4_5": {
         "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_key_value_heads": 2,
@@ -287,6 +298,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     text = {**TEXT, **of_kind, **text_changes}
     vision = TOWERS.get(kind, VISION)
     ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in (*WITH_LINES, *OF_CLIP) else IDS
+    if kind == "aya_vision":
+        ids = {"image_token_index": IMAGE, "alignment_intermediate_size": 44}
     if kind in OF_IDEFICS:
         ids = {"image_token_id": IMAGE, "scale_factor": 2}
     if kind == "exaone4_5":
@@ -421,7 +434,7 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
     is_older = model.config.model_type.startswith(
-        ("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle", "exaone")
+        ("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle", "exaone", "aya")
     )
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)

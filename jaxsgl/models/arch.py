@@ -516,9 +516,16 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         sinks=family.sinks,
         output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
         head=head,
-        vision=None if family.vision is None else read_vision(whole, family.vision, hidden_size, rms_norm_eps),
+        vision=_read_vision(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
         next_layer=layers.next_spec,
     )
+
+
+def _read_vision(
+    whole: ConfigFile, family: Family, hidden_size: int, rms_norm_eps: float, *, centred: bool
+) -> VisionArch | None:
+    tower = None if family.vision is None else read_vision(whole, family.vision, hidden_size, rms_norm_eps)
+    return None if tower is None else replace(tower, centred=centred)
 
 
 def _read_architecture(whole: ConfigFile) -> str | None:

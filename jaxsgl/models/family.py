@@ -25,7 +25,7 @@ Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; a matrix to the
 # decoder's size with a bias, another one with a norm behind it, and an MLP with gates; or a norm of the whole square
 # and an MLP of the decoder's size.
-Merging: TypeAlias = Literal["mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square"]
+Merging: TypeAlias = Literal["mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved"]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
 Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
@@ -113,8 +113,8 @@ class VisionFamily:
       kv_heads_key: the key of the number of heads of keys and values; None: there are as many as of queries.
       positions: see `VisionArch`.
       windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
-      merger: see `VisionArch`. Of "projected", "product" and "pooled" keys stand beside the tower's object. Of the last
-        two, and with class tokens, all images have `image_size`.
+      merger: see `VisionArch`. Of "projected", "product", "halved" and "pooled" keys stand beside the tower's object.
+        Of the last three, and with class tokens, all images have `image_size`.
       feature_layer: the layer whose output the model reads, where the key `vision_feature_layer` beside the tower's
         object is missing: -1 for the last one, -2 for the one before it. None: there is no key, and it is the last.
       out_size_told: of "mlp" and "gated", that the tower's object says the decoder's size.
@@ -190,7 +190,7 @@ class VisionFamily:
     @property
     def has_one_size(self) -> bool:
         """Whether all images have `image_size`."""
-        return self.class_token or self.merger in ("pooled", "product")
+        return self.class_token or self.merger in ("pooled", "product", "halved")
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,12 @@ def words_around_tiles(picture: Visual, words: TileWords) -> list[str]:
     """Returns what stands before each tile of a picture, and what after the last one, which shows it whole."""
     before = [
         words.line_end * (number > 0 and number % picture.columns == 0)
-        + words.tile.format(row=number // picture.columns + 1, column=number % picture.columns + 1)
+        + words.tile.format(row=number // picture.columns + 1, column=number % picture.columns + 1, number=number + 1)
         for number in range(len(picture.parts) - 1)
     ]
     whole = (words.line_end + words.after_tiles) * bool(before) + words.whole
-    return [*before, whole, words.end]
+    first, *others = [*before, whole]
+    return [words.start + first, *others, words.end]
 
 
 def times_in_words(video: Visual, times: Times) -> list[tuple[str, str]]:
@@ -153,9 +154,10 @@ def write_placeholders(text: str, visuals: Sequence[Visual], tokens: Tokens) -> 
 
 def _with_tiles(text: str, pictures: Sequence[Visual], placeholder: str, words: TileWords) -> str:
     """The text with a placeholder for each tile of each picture, between words."""
-    written, *others = text.split(placeholder)
+    told = words.placeholder or placeholder
+    written, *others = text.split(told)
     if len(others) != len(pictures):
-        raise _mismatch(len(others), placeholder, len(pictures), "images")
+        raise _mismatch(len(others), told, len(pictures), "images")
     for picture, after in zip(pictures, others, strict=True):
         written += placeholder.join(words_around_tiles(picture, words)) + after
     return written

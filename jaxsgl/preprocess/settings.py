@@ -47,11 +47,13 @@ class TileWords:
     """What is written around the tiles of a picture.
 
     Attributes:
-      tile: before a tile, whose `{row}` and `{column}` count from 1.
+      tile: before a tile, whose `{row}`, `{column}` and `{number}` count from 1.
       line_end: after the last one of a line.
       after_tiles: before what shows the picture whole, if tiles come before that.
       whole: right before that.
       end: after it.
+      start: before all.
+      placeholder: what clients write in texts for a picture; None: the placeholder that the model sees.
     """
 
     tile: str
@@ -59,6 +61,8 @@ class TileWords:
     after_tiles: str
     whole: str
     end: str
+    start: str = ""
+    placeholder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,9 @@ _ALONE = {
 _IDEFICS3_LONGEST = 4096  # pixels, from which on its processor rounds once more
 _FAKE = "<fake_token_around_image>"
 _IDEFICS3_WORDS = TileWords(_FAKE + "<row_{row}_col_{column}>", "\n", "\n", f"{_FAKE}<global-img>", _FAKE)
+_AYA_WORDS = TileWords(
+    "TILE_{number}", "", "", "TILE_GLOBAL", "<|END_OF_IMG|>", start="<|START_OF_IMG|>", placeholder="<image>"
+)
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
 _GLM4V_TOKENS = {
@@ -236,6 +243,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_light_on_ocr(folder, config, vision, image, both)
     if (alone := _ALONE.get(str(config.get("model_type")))) is not None:
         return _of_pictures(folder, config, vision, image, alone)
+    if config.get("model_type") == "aya_vision":
+        return _of_aya_vision(folder, config, vision, image, both)
     if config.get("model_type") in ("idefics3", "smolvlm"):
         return _of_idefics3(folder, config, vision, image, both)
     if config.get("model_type") == "llava":
@@ -421,6 +430,39 @@ def _of_idefics3(
             takes_pixels=False,
         )
     except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _of_aya_vision(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, in tiles as InternVL's, whose numbers are told in words."""
+    side, patch_size = vision.get("image_size", 224), vision.get("patch_size", 16)
+    merge_size = config.get("downsample_factor", 2)
+    _check_processor(folder / _IMAGE_FILE, image, {"size": {"height": side, "width": side}, "do_center_crop": False})
+    words = {
+        f"{of}_token": text for of, text in (("image", "<image>"), ("tile", "TILE"), ("tile_global", "TILE_GLOBAL"))
+    }
+    sizes = {"img_size": side, "patch_size": patch_size, "downsample_factor": merge_size}
+    _check_processor(folder / _BOTH_FILE, both, sizes | words)
+    try:
+        pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=merge_size,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id") or config.get("image_token_index", 255_036),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            fixed_side=side,
+            tiles=(int(image.get("min_patches") or 1), int(image.get("max_patches") or 12)),
+            tile_words=_AYA_WORDS,
+            takes_pixels=False,
+        )
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 

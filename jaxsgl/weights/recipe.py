@@ -154,6 +154,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "VW": vision.merged_size,
             "VS": vision.merge_size,
             "VU": vision.merger_ffn_size,
+            "VUH": vision.merger_ffn_size // 2,
             "VI": vision.channels,
             "VT": vision.temporal_patch_size,
             "VP": vision.patch_size,

@@ -125,6 +125,11 @@ _CLIP = _GEMMA3 | {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
+_AYA = _GEMMA3 | {
+    "merger.norm": _Of((_PROJECTOR + "layernorm",), ("VW",)),
+    "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("VU", "VW")),
+    "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "VUH")),
+}
 _IDEFICS3 = {
     parameter: of._replace(names=tuple(name.replace(_SIGLIP, "model.vision_model.") for name in of.names))
     for parameter, of in _GEMMA3.items()
@@ -189,6 +194,7 @@ _INTERNVL: dict[str, _Of] = {
 
 # By architecture; others are as Qwen3-VL.
 _TOWERS = {
+    "AyaVisionForConditionalGeneration": _AYA,
     "Exaone4_5_ForConditionalGeneration": _QWEN2_5_VL,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -259,6 +260,32 @@ def test_pictures_of_idefics_3_give_transformers_tokens(kind: str, tmp_path: Pat
     data = {"image": [file_of(each) for each in given]}
     media = {"pixel_values": cut["pixel_values"]}
     for form in ({"prompt": "11<image>23<image>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, media, has_types=False)
+    llm.close()
+
+
+def test_pictures_of_aya_vision_give_transformers_tokens(tmp_path: Path) -> None:
+    """In a text, whose word for a picture is no token of the model's, and among ids."""
+    model = make_model(tmp_path, "aya_vision")
+    ends, numbers = {START: "<|START_OF_IMG|>", END: "<|END_OF_IMG|>"}, ["TILE_GLOBAL", "TILE_1", "TILE_2"]
+    write_words(tmp_path, ends | {IMAGE: "<|IMG_PATCH|>"} | {90 + i: word for i, word in enumerate(numbers)})
+    told = {"size": {"height": 32, "width": 32}, "max_patches": 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    given = [picture(100, 42), picture(40, 40, seed=1)]
+    cut = GotOcr2ImageProcessorPil(**told, crop_to_patches=True)(images=given, return_tensors="pt")
+    words = SimpleNamespace(
+        start_of_img_token=ends[START], end_of_img_token=ends[END], img_patch_token="<|IMG_PATCH|>", img_size=32,
+        patch_size=8, tile_token="TILE", tile_global_token="TILE_GLOBAL",
+    )  # fmt: skip
+    pictures = [AyaVisionProcessor.replace_image_token(words, cut, number) for number in range(2)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    prompt = tokenizer.encode(f"11 {pictures[0]} 23 {pictures[1]}").ids
+    assert cut["num_patches"].tolist() == [3, 1] and prompt.count(IMAGE) == 16 * 4 and {90, 91, 92} <= {*prompt}
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    data, media = {"image": [file_of(each) for each in given]}, {"pixel_values": cut["pixel_values"]}
+    for form in ({"prompt": "11 <image> 23 <image>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
         (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
         assert answer.prompt_tokens == len(prompt)
         assert list(answer.token_ids) == greedy(model, prompt, media, has_types=False)

@@ -32,7 +32,7 @@ class Served(NamedTuple):
         """Text with pictures that the model takes."""
         rng = np.random.default_rng(seed)
         grids: list[Grid] = [SQUARE] * num_images
-        if self.kind not in (*OF_CLIP, *OF_IDEFICS):
+        if self.kind not in (*OF_CLIP, *OF_IDEFICS, "aya_vision"):
             grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(num_images)]
         merge = MERGES.get(self.kind, 2)
         frames = 2 if self.kind == "exaone4_5" else 1
@@ -46,6 +46,7 @@ ENGINES = [
     ("exaone4_5", 1),
     ("idefics3", 4),
     ("smolvlm", 64),
+    ("aya_vision", 16),
     ("llava_mistral", 1),
     ("llava_qwen2", 64),
 ]

@@ -753,3 +753,18 @@ def test_what_smolvlm_may_not_have_is_refused_by_name(
     values["scale_factor"] = 4 if value == 14 * 40 else values["scale_factor"]
     with pytest.raises(CheckpointError, match=words):
         read_values(tmp_path, values)
+
+
+def test_a_config_of_aya_vision_gives_a_tower_whose_tokens_have_no_mean(tmp_path: Path) -> None:
+    """Since norms of the decoder would take it away."""
+    config_class, _, text = KINDS["aya_vision"]
+    tower = {
+        "model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 364, "intermediate_size": 4304,
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    told = config_class(text_config={**TEXT, **text}, vision_config=tower, alignment_intermediate_size=36864).to_dict()
+    arch = read_values(tmp_path, {**told, "architectures": ["AyaVisionForConditionalGeneration"]})
+    found = arch.vision
+    assert found is not None and arch.centred and found.centred and not found.sees_ahead and not found.last_norm
+    assert (found.image_tokens, found.merger_ffn_size, found.merger_eps, found.num_layers) == (169, 36864, 1e-6, 27)
+    assert (found.image_token_id, found.activation) == (255036, "gelu_pytorch_tanh")

@@ -141,6 +141,12 @@ def test_places_of_tiles_are_told_in_words() -> None:
     assert ids == expected
     ids, items = expand(ids, [tiles, whole], settings)
     assert ids == expected and [item.length for item in items] == [1] * 6
+    numbered = replace(words, tile="T{number}", line_end="", after_tiles="", start="<s>", placeholder="<written>")
+    tokens = replace(tokens, tile_words=numbered)
+    of_tiles = "<s>T1<image>T2<image>T3<image>T4<image><a><whole><image><a>"
+    assert write_placeholders("x<written>", [tiles], tokens) == f"x{of_tiles}"
+    assert write_placeholders("<written>", [whole], tokens) == "<s><a><whole><image><a>"
+    tokens = replace(tokens, tile_words=words)
     for call in (
         lambda: write_placeholders("x", [tiles], tokens),
         lambda: expand_placeholders([IMAGE, IMAGE], [tiles], settings, encode),

@@ -375,6 +375,24 @@ def test_another_processor_of_smolvlm_is_refused(image: dict[str, Any], message:
         load_settings(write(tmp_path, config=SMOLVLM, preprocessor_config=SMOLVLM_IMAGE | image))
 
 
+def test_the_files_of_aya_vision_are_understood(tmp_path: Path) -> None:
+    """Tiles are InternVL's, and clients write another word than the placeholder's."""
+    vision = {"model_type": "siglip_vision_model", "image_size": 364, "patch_size": 14}
+    config = {"model_type": "aya_vision", "image_token_index": 255036, "downsample_factor": 2, "vision_config": vision}
+    image = {
+        "size": {"height": 364, "width": 364}, "crop_to_patches": True, "min_patches": 1, "max_patches": 12,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "image_processor_type": "GotOcr2ImageProcessor",
+    }  # fmt: skip
+    tokens = {"img_size": 364, "patch_size": 14, "downsample_factor": 2, "processor_class": "AyaVisionProcessor"}
+    write(tmp_path, config=config, preprocessor_config=image, processor_config=tokens)
+    found = load_settings(tmp_path)
+    assert found is not None and found.tile_words is not None and found.tile_words.placeholder == "<image>"
+    assert (found.fixed_side, found.tiles, found.merge_size, found.tiles_longest) == (364, (1, 12), 2, None)
+    assert (found.image_token_id, found.image.mean, found.resample) == (255036, (0.5,) * 3, 3)
+    with pytest.raises(CheckpointError, match="downsample_factor is 1, but only 2"):
+        load_settings(write(tmp_path, config=config, processor_config={**tokens, "downsample_factor": 1}))
+
+
 LLAVA = {
     "model_type": "llava", "image_token_index": 32000,
     "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},

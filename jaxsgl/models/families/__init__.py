@@ -20,6 +20,7 @@ FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **
 # Where one architecture has different towers, and then where it has different decoders: the name in `FAMILIES` by the
 # part's `model_type`. The first one holds where config.json doesn't say it.
 BY_TOWER: dict[str, dict[str, str]] = {
+    "AyaVisionForConditionalGeneration": {"siglip_vision_model": "AyaVisionForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"pixtral": "LightOnOcrForConditionalGeneration"},
     "LlavaForConditionalGeneration": LLAVA_BY_TOWER,
 }
@@ -34,6 +35,7 @@ BY_DECODER: dict[str, dict[str, str]] = {
         "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
     },
     "InternVLForConditionalGeneration": INTERNVL_BY_DECODER,
+    "AyaVisionForConditionalGeneration": {"cohere2": "AyaVisionForConditionalGeneration"},
     "Idefics3ForConditionalGeneration": {"llama": "Idefics3ForConditionalGeneration"},
     "SmolVLMForConditionalGeneration": {"llama": "SmolVLMForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"qwen3": "LightOnOcrForConditionalGeneration"},

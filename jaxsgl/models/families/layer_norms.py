@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jaxsgl.models.families.towers import AYA_TOWER
 from jaxsgl.models.family import Family
 
 _COHERE = Family(
@@ -100,6 +101,13 @@ LAYER_NORMS: dict[str, Family] = {
         limits_qkv=True,
         defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50_279},
         required={"rms_norm_eps": 1e-5},
+    ),
+    "AyaVisionForConditionalGeneration": replace(
+        COHERE2,
+        section="text_config",
+        ties_whole=True,
+        vision=AYA_TOWER,
+        ignored=COHERE2.ignored | {"image_token_id", "projection_dim", "vision_use_head"},
     ),
     "Starcoder2ForCausalLM": replace(
         _WITH_BIAS,

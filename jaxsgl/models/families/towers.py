@@ -225,6 +225,20 @@ SIGLIP = VisionFamily(
     },
 )
 
+# Aya Vision's: SigLIP's without its last norm.
+AYA_TOWER = replace(
+    SIGLIP,
+    image_token_id=255_036,
+    last_norm=False,
+    merger="halved",
+    feature_layer=-1,
+    ahead="nowhere",
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    required_beside={"vision_feature_select_strategy": "full"},
+    keys={**SIGLIP.keys, "spatial_merge_size": "downsample_factor"},
+)
+
 # PaddleOCR-VL's: SigLIP's, whose patches turn, too.
 PADDLE_OCR_TOWER = VisionFamily(
     100_295,

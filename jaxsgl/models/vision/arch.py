@@ -28,7 +28,7 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
@@ -65,8 +65,10 @@ class VisionArch:
         norm and a product; a product with their mean, which passes a norm before or ("scaled") is scaled by sqrt(M) and
         passes a norm without scales; ("gated") an MLP with gates after two products, of which the first has a bias, and
         the second a norm and GELU after it; ("product") a product alone; or ("square") a norm of all numbers of the
-        square, and an MLP whose width is D, as that of "plain" is.
-      merger_ffn_size: F of that MLP; 0: it follows from other sizes.
+        square, and an MLP whose width is D, as that of "plain" is; or ("halved") that norm, and an MLP of which the
+        second half is the gate.
+      merger_ffn_size: F of an MLP with gates, both halves together; 0: it follows from other sizes.
+      centred: what the merger makes loses its mean, which norms of the decoder would take away.
       standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
       image_tokens: that an image has at most, as the model's processor scales it; 0: there is no such limit.
@@ -121,6 +123,7 @@ class VisionArch:
     turns: bool = True
     merger: Merging = "mlp"
     merger_ffn_size: int = 0
+    centred: bool = False
     standardizes: bool = False
     image_side: int = 0
     image_tokens: int = 0
@@ -203,7 +206,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     elif family.merger == "plain":
         merge_size = 1
     else:
-        beside = whole if family.merger in ("projected", "product") else config
+        beside = whole if family.merger in ("projected", "product", "halved") else config
         merge_size = beside.count(family.keys.get("spatial_merge_size", "spatial_merge_size"), 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
@@ -242,11 +245,11 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         attention_scale=family.attention_scale,
         clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
         norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
-        merger_eps=family.merger_eps or _merger_eps(family, rms_norm_eps, norm_eps),
+        merger_eps=family.merger_eps or _merger_eps(whole, family, rms_norm_eps, norm_eps),
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
-        merger_ffn_size=_read_merger_ffn(config, family, hidden_size) if family.merger == "gated" else 0,
+        merger_ffn_size=_read_merger_ffn(whole, config, family, hidden_size),
         standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,
         image_tokens=(image_side // merge_size) ** 2,
@@ -269,11 +272,17 @@ def _read_out_size(config: ConfigFile, family: VisionFamily, hidden_size: int) -
     return config.count(family.keys.get("out_hidden_size", "out_hidden_size"), 3584)
 
 
-def _merger_eps(family: VisionFamily, of_decoder: float, of_layers: float) -> float:
+def _merger_eps(whole: ConfigFile, family: VisionFamily, of_decoder: float, of_layers: float) -> float:
+    if family.merger == "halved":
+        return whole.number("adapter_layer_norm_eps", 1e-6)
     return {"projected": of_decoder, "gated": MERGER_EPS, "square": MERGER_EPS}.get(family.merger, of_layers)
 
 
-def _read_merger_ffn(config: ConfigFile, family: VisionFamily, hidden_size: int) -> int:
+def _read_merger_ffn(whole: ConfigFile, config: ConfigFile, family: VisionFamily, hidden_size: int) -> int:
+    if family.merger == "halved":
+        return whole.count("alignment_intermediate_size", hidden_size)
+    if family.merger != "gated":
+        return 0
     return hidden_size * CHANNELS if family.merger_ffn_key is None else config.count(family.merger_ffn_key)
 
 
@@ -326,7 +335,7 @@ def _has_merger_bias(whole: ConfigFile, family: VisionFamily) -> bool:
     """Whether what brings the tower's output to the decoder's size has biases."""
     if family.merger in ("projected", "plain"):
         return bool(whole.get("multimodal_projector_bias", family.merger == "plain"))
-    return family.merger in ("mlp", "square")
+    return family.merger in ("mlp", "square", "halved")
 
 
 def _check_required(config: ConfigFile, within: str, required: Mapping[str, bool | float | str]) -> None:

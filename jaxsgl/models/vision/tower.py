@@ -28,6 +28,7 @@ from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.vision.arch import VisionArch
 from pallas_kernels.dots import dot_precision
+from pallas_kernels.norm import centred
 
 
 class Patches(NamedTuple):
@@ -90,11 +91,11 @@ class Merger(Matrices):
             _vector(self, "factor", (arch.hidden_size,), dtype, mean=1.0)
         if arch.merger == "projected":
             _linear(self, "merge", (*stack, arch.hidden_size, wide), dtype, has_bias=False)
-        read = wide if arch.merger in ("mlp", "product", "square") else arch.hidden_size
-        units = wide if arch.merger == "mlp" else out
+        read = wide if arch.merger in ("mlp", "product", "square", "halved") else arch.hidden_size
+        units = arch.merger_ffn_size or (wide if arch.merger == "mlp" else out)
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
         if arch.merger not in ("pooled", "product", "scaled"):
-            _linear(self, "fc2", (*stack, out, units), dtype, arch.merger_bias)
+            _linear(self, "fc2", (*stack, out, units // (1 + (arch.merger == "halved"))), dtype, arch.merger_bias)
 
     def _declare_gated(self, arch: VisionArch, dtype: jnp.dtype, stack: tuple[int, ...]) -> None:
         wide, out, units = arch.merged_size, arch.out_size, arch.merger_ffn_size
@@ -130,7 +131,11 @@ class Merger(Matrices):
         if self._how != "plain":
             x = _normalized(self, "norm", x.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
         x = _through(self, "merge", x, of) if self._how == "projected" else x
-        x = jax.nn.gelu(_through(self, "fc1", x, of), approximate=False)
+        x = _through(self, "fc1", x, of)
+        if self._how == "halved":
+            half, gate = jnp.split(x, 2, axis=-1)
+            return _through(self, "fc2", jax.nn.silu(gate) * half, of)
+        x = jax.nn.gelu(x, approximate=False)
         return _through(self, "fc2", x, of)
 
     def _scaled(self, mean_TM: jax.Array) -> jax.Array:
@@ -178,7 +183,7 @@ class Tower(Matrices):
         for name, shape in shapes.items():
             if arch.gated or name != "gate":
                 _linear(self, name, (layers, *shape), dtype, arch.layer_bias and (arch.qkv_bias or name != "qkv"))
-        self.merger = Merger(arch, dtype, None, normalizes_squares=arch.merger == "square")
+        self.merger = Merger(arch, dtype, None, normalizes_squares=arch.merger in ("square", "halved"))
         taps = len(arch.deepstack_layers)
         self.deepstack = Merger(arch, dtype, taps, normalizes_squares=True) if taps else None
 
@@ -203,7 +208,8 @@ class Tower(Matrices):
             x_PM = self._by_image(x_PM)[:, 1:].reshape(-1, self.arch.hidden_size)
         if self.arch.last_norm:
             x_PM = _normalized(self, "norm3", x_PM, self._of, self.arch.norm_eps)
-        return self.merger(x_PM)
+        made = self.merger(x_PM)
+        return centred(made, made.dtype) if self.arch.centred else made
 
     def embed(self, patches: Patches) -> jax.Array:
         """`[P, M]` of pixels and learned positions; with class tokens one more for each image, before its patches."""
