@@ -197,7 +197,7 @@ WITH_STATES = ("qwen3_5", "qwen3_5_moe")
 OF_PIXTRAL = ("pixtral", "pixtral_llama")  # whose patches are not merged
 WITH_LINES = ("mistral", "ministral3", *OF_PIXTRAL)
 OF_GEMMA4 = ("gemma4", "gemma4_small")
-OF_GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
+OF_GLM = ("glm4v", "glm4v_moe", "glm_ocr", "glm46v")
 OF_IDEFICS = ("idefics3", "smolvlm")
 # Transformers' types.
 WITH_PICTURES = ("aya_vision", "mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava", *OF_IDEFICS)

@@ -15,10 +15,13 @@ from jaxsgl.requests.media import Grid
 from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_vision import engine_of, give_up_after, run
-from tests.grids import daily
+from tests.grids import NIGHTLY
 from tests.vision_models import MERGES, OF_CLIP, OF_IDEFICS, SQUARE, is_greedy, make_model, request
 
 pytestmark = pytest.mark.device
+BY_NIGHT = pytest.mark.skipif(
+    not NIGHTLY, reason="an engine for each; by day test_vision_prompts.py asks such models for answers"
+)
 
 
 class Served(NamedTuple):
@@ -52,7 +55,7 @@ ENGINES = [
 ]
 
 
-@pytest.fixture(scope="module", params=daily(ENGINES, every=len(ENGINES)), ids=str)
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     kind, page_size = request.param
     folder = tmp_path_factory.mktemp(kind)
@@ -63,6 +66,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine.close()
 
 
+@BY_NIGHT
 def test_many_requests_at_once_get_greedy_tokens(served: Served) -> None:
     """LLaVA's pictures of 64 tokens end within chunks of 48, and the pool has 80 rows."""
     engine, model, _ = served
@@ -76,6 +80,7 @@ def test_many_requests_at_once_get_greedy_tokens(served: Served) -> None:
     assert engine.recompiles == before
 
 
+@BY_NIGHT
 def test_prefixes_that_end_within_a_picture_change_no_token(served: Served) -> None:
     engine, model, _ = served
     asked, before = served.request("a", 2, 3), engine.recompiles
