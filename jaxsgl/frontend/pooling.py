@@ -15,7 +15,7 @@ import msgspec
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause, RequestOptions, prompted_all
-from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, class_scores, embedding_of
+from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, embedding_of
 from jaxsgl.requests.request import POOLING_SAMPLING, Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.ranking import Pair, ranking_of
@@ -103,9 +103,12 @@ async def _answer(generation: Generation) -> PoolingAnswer:
 
 
 def vector_of(answer: PoolingAnswer, spec: PoolingSpec, dimensions: int | None = None) -> list[float]:
-    """What SGLang calls an embedding: the scores of a classification head's classes, of other models the embedding."""
+    """What SGLang calls an embedding: the logits of a classification head's classes, of other models the embedding.
+
+    Rewards are read as they are, and gateways put logits through a softmax themselves.
+    """
     if spec.labels:
-        return class_scores(answer.pooled.logits, spec.activation)
+        return list(answer.pooled.logits)
     vector: list[float] = embedding_of(answer.pooled, spec, dimensions).tolist()
     return vector
 

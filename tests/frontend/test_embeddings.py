@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,8 +177,10 @@ def test_a_head_scores_texts_through_its_activation_or_without(
             (scored,) = post(http, "/v1/score", **pair, **asked)["data"]
             assert ranked["relevance_score"] == scored["score"] == pytest.approx(expected_of(raw))
         request = sglang_pb.EmbedRequest(request_id="r", tokenized=sglang_pb.TokenizedInput(input_ids=[50, 3]))
-        scores = post(http, "/encode", input_ids=[50, 3])["embedding"]
-        assert list(sglang.Embed(request).embedding) == pytest.approx(scores) == [pytest.approx(sigmoid(3.0))]
+        logits = post(http, "/encode", input_ids=[50, 3])["embedding"]
+        assert list(sglang.Embed(request).embedding) == logits == [3.0], "gateways make probabilities of them"
+        told = sglang.GetModelInfo(sglang_pb.GetModelInfoRequest())
+        assert (told.num_labels, json.loads(told.id2label_json)) == (1, {"0": "good"})
 
 
 def test_sglangs_encode(http: httpx.Client) -> None:

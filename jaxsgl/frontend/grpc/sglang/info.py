@@ -46,6 +46,7 @@ def model_info(model: ServedModel, config: ServerConfig, weight_version: str) ->
     of_model = _read_json(folder / "config.json")
     defaults = _read_json(folder / "generation_config.json")
     told = {name: defaults[name] for name in _SAMPLING_DEFAULTS if defaults.get(name) is not None}
+    labels = () if limits.pooling is None else limits.pooling.labels
     return pb.GetModelInfoResponse(
         model_path=info.model_path,
         tokenizer_path=info.model_path if model.tokenizer.exists else "",
@@ -61,6 +62,8 @@ def model_info(model: ServedModel, config: ServerConfig, weight_version: str) ->
         eos_token_ids=info.eos_token_ids,
         pad_token_id=_first_id(of_model.get("pad_token_id")),
         bos_token_id=_first_id(of_model.get("bos_token_id")),
+        id2label_json=json.dumps(dict(enumerate(labels))) if labels else "",
+        num_labels=len(labels),
         default_sampling_params_json=json.dumps(told) if told else "",
     )
 

@@ -185,7 +185,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     @answers_errors
     @counts_errors
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
-        """Returns the embedding of token ids, or the scores of a classification head's classes in its place."""
+        """Returns the embedding of token ids, or the logits of a classification head's classes in its place."""
         if request.HasField("mm_inputs") and request.mm_inputs.ByteSize():
             raise InvalidRequest("mm_inputs are given, but only texts are embedded: leave them out")
         if request.is_cross_encoder or request.texts:

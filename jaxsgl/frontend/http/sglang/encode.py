@@ -1,4 +1,4 @@
-"""SGLang's POST /encode: the embedding of a prompt, or the scores of its classes; of each of several.
+"""SGLang's POST /encode: the embedding of a prompt, or the logits of its classes; of each of several.
 
 app.py includes the router.
 """
