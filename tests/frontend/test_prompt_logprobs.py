@@ -80,6 +80,19 @@ def test_a_token_that_is_none_of_the_likely_ones_has_no_rank(tokenizer: Tokenize
     assert prompt_logprobs(tokenizer, [5, 6], None, 1) is None, "aborted before"
 
 
+def test_the_prompts_own_token_comes_first(tokenizer: Tokenizer) -> None:
+    """Clients of vLLM take the first value for it."""
+    first, second, third = (tokenizer.encode(letter)[-1] for letter in "abc")
+    top = ((first, -1.0), (second, -2.0))
+    answer = prompt_logprobs(tokenizer, [5, third, second], [TokenLogprob(-3.0, top), TokenLogprob(-2.0, top)], 2)
+    assert answer is not None
+    assert [entry and next(iter(entry.items())) for entry in answer] == [
+        None,
+        (third, PromptLogprob(-3.0, None, "c")),
+        (second, PromptLogprob(-2.0, 2, "b")),
+    ]
+
+
 @pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, {"prompt": "hi"}), (CHAT, {"messages": say("hi")})])
 def test_what_a_stream_cannot_have_is_refused(http: httpx.Client, path: str, field: dict[str, Any]) -> None:
     error = refusal(http, path, **field, prompt_logprobs=0, stream=True)

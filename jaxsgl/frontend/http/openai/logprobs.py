@@ -205,16 +205,16 @@ def joined(first: Logprobs, second: Logprobs) -> Logprobs:
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None, num_top: int
 ) -> PromptLogprobs | None:
-    """Returns those of a prompt, each with `num_top` likely tokens; None if it was aborted before it had any."""
+    """Returns those of a prompt, each with `num_top` likely tokens; None if it was aborted before it had any.
+
+    The prompt's own token is the first of each place, where vLLM's clients look for it, also if it is a likely one.
+    """
     if logprobs is None:
         return None
     answer: PromptLogprobs = [None]
     for token_id, of_token in zip(ids[1:], logprobs, strict=True):
-        ranked: list[tuple[int, float, int | None]] = [
-            (other, logprob, rank) for rank, (other, logprob) in enumerate(of_token.top[:num_top], 1)
-        ]
-        if all(token_id != other for other, _, _ in ranked):
-            ranked.append((token_id, of_token.logprob, None))
+        ranked: list[tuple[int, float, int | None]] = [(token_id, of_token.logprob, None)]
+        ranked += [(other, logprob, rank) for rank, (other, logprob) in enumerate(of_token.top[:num_top], 1)]
         answer.append(
             {
                 other: PromptLogprob(max(logprob, MIN_LOGPROB), rank, name_of(tokenizer, other))
