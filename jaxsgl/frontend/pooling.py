@@ -18,7 +18,7 @@ from jaxsgl.frontend.generation import Generation, Generator, Pause, RequestOpti
 from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, embedding_of
 from jaxsgl.requests.request import POOLING_SAMPLING, Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
-from jaxsgl.text.ranking import Pair, ranking_of
+from jaxsgl.text.ranking import Pair, num_chars_of, ranking_of
 from jaxsgl.text.tokenizer import Truncation
 
 
@@ -125,7 +125,7 @@ async def scores_of_pairs(
     model = generator.model
     context_length = model.info.limits.context_length
     work = partial(ranking_of, model.tokenizer, spec, pairs, instruction, context_length, truncation)
-    ranking = await generator.off_loop(sum(len(text) for pair in pairs for text in pair), work)
+    ranking = await generator.off_loop(num_chars_of(pairs, instruction), work)
     answers = await pool(generator, [IdsPrompt(ids) for ids in ranking.prompts], call, ranking.pooling)
     return Scores(
         ranking.values([answer.pooled for answer in answers]),

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.outputs import Pooled, Pooling, PoolingSpec, class_scores, embedding_of
+from jaxsgl.requests.request import check_prompt_len
 from jaxsgl.text.prompts import TextPrompt, check_bytes, cut_text, encode_text
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, num_bytes_of
 
@@ -64,11 +65,31 @@ def ranking_of(
     `instruction` says what queries ask for, to models that are told; `truncation` cuts prompts that are too long, in
     their documents where these share a prompt with the query. Raises `InvalidRequest`.
     """
+    if instruction:
+        check_bytes("instruction", num_bytes_of(instruction), tokenizer, context_length)
     if spec.labels:
         return _by_classifier(tokenizer, spec, pairs, instruction, context_length, truncation)
     if spec.answer_ids or (spec.token_logits and not spec.made_for_it):
         return _by_answer(tokenizer, spec, pairs, instruction, context_length, truncation)
     return _by_angle(tokenizer, spec, pairs, context_length, truncation)
+
+
+def num_chars_of(pairs: Sequence[Pair], instruction: str | None) -> int:
+    """About how many characters `ranking_of` tokenizes: what a model is told stands in each prompt."""
+    told = len(_BEFORE) + len(instruction or INSTRUCTION) + len(_BEHIND)
+    return sum(told + len(query) + len(document) for query, document in pairs)
+
+
+def _prompts(prompt: Prompter, pairs: Sequence[Pair], context_length: int) -> list[list[int]]:
+    """The prompt of each pair. Raises `InvalidRequest` at the first that is too long.
+
+    A long query or instruction would be tokenized for each of a thousand documents before it is refused.
+    """
+    prompts: list[list[int]] = []
+    for pair in pairs:
+        prompts.append(prompt(pair))
+        check_prompt_len(len(prompts[-1]), context_length, 0)
+    return prompts
 
 
 def _by_answer(
@@ -84,7 +105,7 @@ def _by_answer(
     if prompt is None:
         _check_answers(tokenizer, answers)
         prompt = _as_qwen(tokenizer, instruction, context_length, truncation)
-    prompts = [prompt(pair) for pair in pairs]
+    prompts = _prompts(prompt, pairs, context_length)
 
     def values(yields: Sequence[Pooled]) -> list[float]:
         if spec.activation == "none":
@@ -196,7 +217,7 @@ def _by_classifier(
     prompt = _by_template(tokenizer, spec, instruction, context_length, truncation)
     if prompt is None:
         prompt = _joined(tokenizer, context_length, truncation)
-    prompts = [prompt(pair) for pair in pairs]
+    prompts = _prompts(prompt, pairs, context_length)
     return Ranking(
         prompts, Pooling(), lambda yields: [class_scores(pooled.logits, spec.activation)[0] for pooled in yields]
     )

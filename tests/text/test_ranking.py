@@ -9,7 +9,7 @@ import pytest
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.outputs import Pooled, PoolingSpec
-from jaxsgl.text.ranking import Ranking, ranking_of
+from jaxsgl.text.ranking import Ranking, num_chars_of, ranking_of
 from jaxsgl.text.tokenizer import Tokenizer, Truncation, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
 
@@ -95,3 +95,24 @@ def test_without_activation_a_score_is_the_difference_of_the_logits(folders: dic
     assert ranking.values(yields) == [2.0]
     _, ranking = rank(folders["pairs"], KINDS["answers"])
     assert ranking.values(yields) == [pytest.approx(0.8808, abs=1e-4)]
+
+
+def test_a_query_or_instruction_that_never_fits_is_refused_before_all_prompts_are_made(
+    folders: dict[str, Path],
+) -> None:
+    tokenizer, begun = load_tokenizer(str(folders["pairs"])), list[str]()
+
+    def pairs(query: str) -> Any:
+        for document in ("one", "two", "three"):
+            begun.append(document)
+            yield query, document
+
+    for kind in KINDS.values():
+        with pytest.raises(InvalidRequest, match="the instruction has 65000 bytes"):
+            ranking_of(tokenizer, kind, pairs("hello"), "lazy dogs, " * 5909 + "d", context_length=40)
+        assert not begun
+        with pytest.raises(InvalidRequest, match=r"the prompt has \d\d\d tokens"):
+            ranking_of(tokenizer, kind, pairs("the lazy dog " * 99), context_length=40)
+        assert begun == ["one"]
+        begun.clear()
+    assert num_chars_of([PAIR] * 100, "Find" * 100) > 100 * 400, "it is tokenized with each pair"
