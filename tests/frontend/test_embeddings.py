@@ -158,6 +158,17 @@ def test_label_tokens_are_scored_in_sglangs_form(http: httpx.Client) -> None:
     assert "text is empty" in refusal(http, "/v1/score", text_1="", text_2="x")["message"]
 
 
+def test_a_query_of_label_tokens_fits_before_it_stands_in_the_prompt_of_each_item(http: httpx.Client) -> None:
+    ids: dict[str, Any] = {"query": list(range(30, 280)), "items": [[70]] * 9, "label_token_ids": [8, 16]}
+    text = ids | {"query": "x" * 20000, "items": ["y"] * 9}
+    assert "the prompt has 250 tokens, but" in refusal(http, "/v1/score", **ids)["message"], "without its item"
+    assert "the query has 20000 bytes, but" in refusal(http, "/v1/score", **text)["message"]
+    for body in (ids, text):
+        for side in ("left", "right"):
+            cut = post(http, "/v1/score", **body, truncate_prompt_tokens=5, truncation_side=side)
+            assert len(cut["scores"]) == 9 and cut["usage"]["prompt_tokens"] == 9 * 5
+
+
 def test_a_model_without_classes_classifies_nothing(http: httpx.Client) -> None:
     assert "no classification head" in refusal(http, "/classify", input="x")["message"]
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.adapters import adapter_of
-from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd, ServedModel
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     MAX_TEXTS,
@@ -41,8 +41,9 @@ from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, scores_of_pairs, spec_of
 from jaxsgl.requests.outputs import MAX_LABELS, Pooling, PoolingSpec, class_scores
-from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
-from jaxsgl.text.tokenizer import Truncation
+from jaxsgl.requests.request import check_prompt_len
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt, check_bytes, cut_text
+from jaxsgl.text.tokenizer import Truncation, num_bytes_of
 
 
 class _Common(Truncated):
@@ -190,11 +191,30 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: PoolingC
             "apply_softmax is false, which needs the whole vocabulary, but the server computes no logits of it: set it "
             "to true, or start the server with --enable-embeddings in place of --is-embedding"
         )
-    prompts = _with_query(body, body.query, prompts_of(body.items, True), _truncation(front_end, body))
+    truncation = _truncation(front_end, body)
+    query = _fitting(generator.model, body.query, truncation)
+    prompts = _with_query(body, query, prompts_of(body.items, True), truncation)
     answers = await pool(generator, prompts, call, _labels(body))
     shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
     answer = {"scores": shares, "model": answering(front_end, call), "object": "scoring", "usage": usage_of(answers)}
     return json_response(encode(answer))
+
+
+def _fitting(model: ServedModel, query: str | list[int], truncation: Truncation | None) -> str | list[int]:
+    """Returns the query, or the part of it that `truncation` may keep: it stands in the prompt of each item.
+
+    Raises `InvalidRequest` if it can't fit.
+    """
+    tokenizer, context_length = model.tokenizer, model.info.limits.context_length
+    if isinstance(query, str):
+        if truncation is not None:
+            return cut_text(query, tokenizer, context_length, truncation)
+        check_bytes("query", num_bytes_of(query), tokenizer, context_length)
+        return query
+    if truncation is not None:
+        return truncation.of(query)
+    check_prompt_len(len(query), context_length, 0)
+    return query
 
 
 def _with_query(
