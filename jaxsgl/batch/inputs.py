@@ -294,7 +294,7 @@ class StepInputs:
         """The real entries of an array whose first axis is `axis`, rank after rank."""
         if not self.of_ranks:
             return array[: self.count(axis)]
-        by_rank = array.reshape(len(self.of_ranks), -1, *array.shape[1:])
+        by_rank = np.split(array, len(self.of_ranks))  # entries may be empty, as the logits of no labels
         return np.concatenate([part[: rank.count(axis)] for part, rank in zip(by_rank, self.of_ranks, strict=True)])
 
     @property

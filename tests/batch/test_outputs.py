@@ -71,3 +71,17 @@ def test_the_host_gets_tokens_and_sequences_without_padding() -> None:
     for broken in (host._replace(hidden=None), host._replace(pooled=np.zeros((9, 3), np.float32)), NO_OUTPUTS):
         with pytest.raises(AssertionError):
             check_outputs(broken, inputs)
+
+
+def test_ranks_without_a_vocabulary_head_share_steps_that_pool() -> None:
+    """Such a model yields logits of no labels."""
+    bucket = next(bucket for bucket in BucketSet.derive(SIZES).all() if bucket.pools)
+    one = replace(empty_step(bucket, 8, 1000), num_tokens=3, num_seqs=1)
+    inputs = replace(one, of_ranks=(one, replace(one, num_seqs=2)))
+    device = NO_OUTPUTS._replace(
+        pooled=np.repeat(np.arange(2, dtype=np.float32), bucket.num_seqs)[:, None],
+        label_logits=np.zeros((2 * bucket.num_seqs, 0), np.float32),
+    )
+    host = on_host((device,), inputs)
+    assert host.pooled is not None and host.pooled.tolist() == [[0.0], [1.0], [1.0]]
+    assert host.label_logits is not None and host.label_logits.shape == (3, 0)
