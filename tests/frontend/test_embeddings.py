@@ -68,6 +68,13 @@ def test_inputs_are_texts_or_ids_one_or_many(http: httpx.Client, tokenizer: Toke
     assert vectors(post(http, PATH, input=texts)) == [expected(tokenizer.encode(text)) for text in texts]
 
 
+def test_as_many_inputs_come_at_once_as_openai_takes(http: httpx.Client) -> None:
+    answer = post(http, PATH, input=["one"] * 2048)
+    assert len(vectors(answer)) == 2048 and answer["usage"]["prompt_tokens"] % 2048 == 0
+    for inputs in (["one"] * 2049, [[50]] * 2049):
+        assert "2048 texts or lists at most" in refusal(http, PATH, input=inputs)["message"]
+
+
 def test_inputs_are_cut_to_their_first_tokens_or_to_their_last(http: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = list(range(30, 280))
     assert vectors(post(http, PATH, input=ids, truncate_prompt_tokens=-1)) == [expected(ids[:160])]

@@ -21,6 +21,7 @@ from jaxsgl.frontend.http.bodies import (
     CacheSalt,
     LoraPaths,
     Priority,
+    TokenIds,
     Truncated,
     one_error,
     options_of,
@@ -30,17 +31,29 @@ from jaxsgl.frontend.http.bodies import (
 from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
-from jaxsgl.frontend.http.openai.schemas import ChatTemplate, Messages, Prompts, TokenizeRequest
+from jaxsgl.frontend.http.openai.schemas import ChatTemplate, Messages, TokenizeRequest
 from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, spec_of
 from jaxsgl.requests.outputs import Floats, PoolingSpec, check_dimensions, embedding_of
 from jaxsgl.text.prompts import Prompt
 from jaxsgl.text.tokenizer import Truncation
 
+MAX_INPUTS = 2048  # OpenAI's
+Inputs = Annotated[
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)],
+    one_error(
+        "must be a text, a list of texts, a list of token ids, or a list of lists of token ids; "
+        f"{MAX_INPUTS} texts or lists at most"
+    ),
+]
+
 
 class EmbeddingRequest(Truncated):
     """Body of /v1/embeddings: inputs, or a chat, whose text is embedded as vLLM does."""
 
-    input: Prompts | None = None
+    input: Inputs | None = None
     messages: Annotated[Messages, Field(description="in place of input: a chat in the model's template")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
