@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.start.devices import mesh_of
+from jaxsgl.config.hosts import HostsConfig
+from jaxsgl.engine.start.devices import mesh_of, meshes_of
 from jaxsgl.engine.start.memory import check_weights_fit
 from jaxsgl.errors import ConfigError
 from tests.engine.test_sizing import GIB, Accelerator
@@ -42,6 +43,31 @@ def test_too_few_devices_are_an_error_that_names_the_flag(monkeypatch: pytest.Mo
         EngineConfig(tp=2, device_ids=(1, 1))
     with pytest.raises(ConfigError, match="--tp is 0"):
         EngineConfig(tp=0)
+
+
+TWO_HOSTS = HostsConfig(nnodes=2, node_rank=0, dist_init_addr="127.0.0.1:2000")
+
+
+@pytest.mark.parametrize(
+    ("config", "way_out"),
+    [
+        (
+            EngineConfig(tp=2, pp_size=2),
+            "--tp 2 --pp-size 2 .*: give a --tp and a --pp-size whose product is 2 or less,",
+        ),
+        (EngineConfig(tp=2, pp_size=4, hosts=TWO_HOSTS), "on 2 hosts .*: .* whose product is 4 or less,"),
+        (EngineConfig(pp_size=4, device_ids=(0, 1, 2, 3)), "--device-ids 0,1,2,3 .*: .* whose product is 2 or less,"),
+        (EngineConfig(device_ids=(5,)), "--device-ids 5 .*: name devices from 0 to 1, or give fewer replicas"),
+        (EngineConfig(tp=4, device_ids=(0, 1, 2, 3)), "--device-ids 0,1,2,3 .*: give --tp 2 or less,"),
+    ],
+)
+def test_what_is_to_be_given_with_too_few_devices_can_be_served(
+    config: EngineConfig, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda: [Device(0), Device(1)])
+    with pytest.raises(ConfigError, match=way_out):
+        meshes_of(config)
 
 
 def test_weights_that_no_device_can_hold_are_refused_before_they_are_read() -> None:

@@ -210,13 +210,28 @@ def _chosen(config: EngineConfig, devices: Sequence[jax.Device]) -> list[jax.Dev
     are_shown_alone = len(devices) == config.num_own_devices and devices[0].platform != "cpu"
     ids = tuple(range(config.num_own_devices)) if are_shown_alone else _ids_of(config)
     if max(ids) >= len(devices):
-        asked = f"--tp {config.tp}" + (f" --pp-size {config.pp_size}" if config.has_stages else "")
-        if config.hosts.are_several:
-            asked += f" on {config.hosts.num_hosts} hosts"
-        if config.device_ids:
-            asked = f"--device-ids {','.join(map(str, ids))}"
         raise ConfigError(
-            f"{asked} needs {max(ids) + 1} devices, but JAX has {len(devices)} ({devices[0].device_kind}): give "
-            f"--tp {len(devices)} or less, fewer replicas (--dp-size), or make more devices visible to this process"
+            f"{_asked(config, ids)} needs {max(ids) + 1} devices, but JAX has {len(devices)} "
+            f"({devices[0].device_kind}): {_way_out(config, len(devices))}, or make more devices visible to this "
+            "process"
         )
     return [devices[index] for index in ids]
+
+
+def _asked(config: EngineConfig, ids: Sequence[int]) -> str:
+    """The flags that ask for these devices of this host. Replicas have `device_ids` by their number."""
+    if config.device_ids:
+        return f"--device-ids {','.join(map(str, ids))}"
+    of_stages = f" --pp-size {config.pp_size}" if config.has_stages else ""
+    of_hosts = f" on {config.hosts.num_hosts} hosts" if config.hosts.are_several else ""
+    return f"--tp {config.tp}{of_stages}{of_hosts}"
+
+
+def _way_out(config: EngineConfig, number: int) -> str:
+    """What to give where a host has this number of devices."""
+    if config.device_ids and number >= config.num_devices:
+        return f"name devices from 0 to {number - 1}, or give fewer replicas (--dp-size)"
+    if not config.has_stages:
+        return f"give --tp {number} or less"
+    of_all = number * config.hosts.num_hosts
+    return f"give a --tp and a --pp-size whose product is {of_all} or less"
