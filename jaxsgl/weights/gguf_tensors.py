@@ -35,6 +35,7 @@ _IN_PAIRS = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 _PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # Factors of ropes, which are in config.json.
 _READ_BEFORE = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_OF_LAYER, _OF_LAST_STAGE = re.compile(r"blk\.(\d+)\."), ("output_norm.", "output.")
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 
@@ -156,9 +157,8 @@ class GgufTensors:
         self._mapped.release(numbers.rows if isinstance(numbers, Blocks) else numbers)
 
     def refuse_unread(self, arch: ModelArch) -> None:
-        """Raises `CheckpointError` for tensors that no parameter was made of, except those of ropes."""
-        tied = ("output.weight",) if arch.tie_embeddings else ()
-        unread = sorted(self._unread - {*_READ_BEFORE, *tied})
+        """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
+        unread = sorted(name for name in self._unread if not _is_harmless(name, arch))
         if unread:
             raise CheckpointError(
                 f"{self.folder}: {len(unread)} tensors are not part of {arch.name} as its metadata describes it, as "
@@ -218,6 +218,21 @@ class GgufTensors:
 
     def _path(self, tensor: GgufTensor) -> Path:
         return self._files[tensor.file].path.resolve()
+
+
+def _is_harmless(name: str, arch: ModelArch) -> bool:
+    """Whether a tensor may be left unread: factors of ropes, a head beside the embedding that is tied to it, and what
+    other pipeline stages read."""
+    if name in _READ_BEFORE or (name == "output.weight" and arch.tie_embeddings):
+        return True
+    before, after = arch.stage.layers_before, arch.stage.layers_after
+    of_layer = _OF_LAYER.match(name)
+    if of_layer is not None:
+        place = int(of_layer[1]) - before
+        return -before <= place < 0 or 0 <= place - arch.num_layers < after
+    if name == "token_embd.weight":
+        return not arch.has_embedding
+    return name.startswith(_OF_LAST_STAGE) and after > 0
 
 
 def open_tensors(folder: Path) -> TensorFiles | GgufTensors:

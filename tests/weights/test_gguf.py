@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import Stage
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
 from jaxsgl.text.tokenizer import load_tokenizer
@@ -58,6 +59,28 @@ def by_path(folder: Path) -> dict[tuple[Any, ...], np.ndarray]:
     """The parameters as they are served, by their places in the model."""
     params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
     return {path: np.asarray(param.get_value()) for path, param in nnx.to_flat_state(params)}
+
+
+@pytest.mark.parametrize("kind", ["llama_untied_llama3_rope", "qwen3"])  # the second one is tied
+def test_pipeline_stages_leave_the_tensors_of_others_unread(kind: str, tmp_path: Path) -> None:
+    found = resolve_model_folder(str(files_of(kind, tmp_path)[1]))
+    arch, whole = ModelArch.from_folder(found), by_path(found)
+    seen = set()
+    for layer in range(arch.num_layers):
+        stage = load_params(found, arch.of_layers(layer, layer + 1), jnp.dtype(jnp.float32), mesh_of(1))
+        for path, param in nnx.to_flat_state(stage):
+            rows = slice(layer, layer + 1) if path[0] == "vectors" else slice(None)
+            place = ("layers", layer, *path[2:]) if path[0] == "layers" else path
+            np.testing.assert_array_equal(np.asarray(param.get_value()), whole[place][rows])
+            seen.add(place)
+    assert seen == whole.keys()
+
+
+def test_a_pipeline_stage_refuses_what_no_stage_reads(tmp_path: Path) -> None:
+    found = resolve_model_folder(str(files_of("olmo2", tmp_path)[1]))  # of three layers
+    first_of_two = replace(ModelArch.from_folder(found).of_layers(0, 1), stage=Stage(layers_after=1))
+    with pytest.raises(CheckpointError, match=r"tensors are not part of .*, as blk\.2\."):
+        load_params(found, first_of_two, jnp.dtype(jnp.float32), mesh_of(1))
 
 
 @pytest.mark.parametrize("kind", daily(list(KINDS), every=3))
