@@ -18,7 +18,7 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import layer_states
-from jaxsgl.engine.stages.engine import check_stages
+from jaxsgl.engine.start.model_flags import check_stages
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import Latent

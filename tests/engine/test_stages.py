@@ -16,9 +16,10 @@ from flax import nnx
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.stages.engine import StagedEngine, check_stages, cut_layers
+from jaxsgl.engine.stages.engine import StagedEngine, cut_layers
 from jaxsgl.engine.stages.parts import FromHost, Stage, ToHost
 from jaxsgl.engine.start import opening
+from jaxsgl.engine.start.model_flags import check_flags, check_folder, check_stages
 from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone
 from jaxsgl.hosts.line import LineLost
@@ -26,6 +27,7 @@ from jaxsgl.hosts.passing import Passage
 from jaxsgl.models import ModelArch
 from jaxsgl.requests.outputs import LAST_TOKEN
 from jaxsgl.weights import load_params, random_params
+from jaxsgl.weights.converted import MANIFEST
 from jaxsgl.weights.tensor_files import is_harmless
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import ConfigMaker
@@ -108,7 +110,22 @@ def test_models_that_stages_can_not_serve_are_refused_with_the_way_out(tmp_path:
     with pytest.raises(ConfigError, match=r"--pp-size is 4, but .* has 3 layers: give that or less"):
         check_stages(EngineConfig(pp_size=4), arch)
     with pytest.raises(ConfigError, match="embeddings and scores for now: leave --pp-size out"):
-        check_stages(EngineConfig(pp_size=2), replace(arch, pooling=LAST_TOKEN))
+        check_flags(EngineConfig(pp_size=2), replace(arch, pooling=LAST_TOKEN))
+
+
+def test_stages_refuse_a_converted_folder_and_name_their_flag(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).touch()
+    check_folder(EngineConfig(), tmp_path)
+    with pytest.raises(ConfigError, match=r"^--pp-size does .*: serve the one .*, or leave --pp-size out"):
+        check_folder(EngineConfig(pp_size=2), tmp_path)
+
+
+def test_what_stages_refuse_is_refused_before_kernels_are_tested(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "asked_kernels", lambda *_: pytest.fail("kernels came first"))
+    with pytest.raises(ConfigError, match=r"--pp-size is 50, but .* layers"):
+        StagedEngine(tiny_config(pp_size=50))
 
 
 def test_stages_keep_weights_as_one_device_does_since_each_has_whole_layers(

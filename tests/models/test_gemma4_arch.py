@@ -11,8 +11,7 @@ import pytest
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import HostKvConfig, LoraConfig, SpeculationConfig
-from jaxsgl.engine.stages.engine import check_stages
-from jaxsgl.engine.start.model_flags import check_flags
+from jaxsgl.engine.start.model_flags import check_flags, check_stages
 from jaxsgl.engine.start.sizing import choose_states
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models.layer_spec import DenseMlp, KvHeads

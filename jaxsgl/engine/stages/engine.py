@@ -51,11 +51,9 @@ from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step_programs import StepPrograms, all_programs, largest_programs
 from jaxsgl.engine.step_runner import StepRunner
 from jaxsgl.engine.weight_store import abstract_params, read_params
-from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone, Hosts, Neighbours
 from jaxsgl.models import ModelArch, Params, abstract_model
-from jaxsgl.models.layer_spec import Latent
-from jaxsgl.weights import KvScales, is_converted
+from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import bytes_on_each_device
 
 logger = logging.getLogger(__name__)
@@ -82,31 +80,6 @@ def cut_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) -> 
             if options:
                 least[first] = min(options)
     return list(pairwise((0, *least[0][1])))
-
-
-def check_stages(config: EngineConfig, arch: ModelArch) -> None:
-    """Raises `ConfigError` for models whose layers can't be shared out."""
-    way_out = "leave --pp-size out"
-    if arch.num_layers < config.pp_size:
-        raise ConfigError(
-            f"--pp-size is {config.pp_size}, but {arch.name} has {arch.num_layers} layers: give that or less"
-        )
-    if arch.vision is not None:
-        raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
-    if arch.recurrent_net is not None:
-        raise ConfigError(f"--pp-size does not work with the {arch.recurrent_net.plural} of {arch.name}: {way_out}")
-    if any(isinstance(each.mixer, Latent) and each.mixer.index != each.mixer.own_index for each in arch.layers):
-        raise ConfigError(
-            f"--pp-size does not work for now with the layers of {arch.name}, which attend to the tokens that the "
-            f"index of an earlier layer chose: {way_out}"
-        )
-    if arch.reading_layers or arch.embedding_size:
-        raise ConfigError(
-            f"--pp-size does not work for now with the layers of {arch.name}, which read keys of other layers or have "
-            f"embeddings of each token: {way_out}"
-        )
-    if arch.pooling is not None:
-        raise ConfigError(f"--pp-size does not work with embeddings and scores for now: {way_out}")
 
 
 @dataclass
@@ -248,9 +221,6 @@ class StagedEngine:
         """
         start_s = time.monotonic()
         opened = open_model(config, kernel_tester, hosts)
-        check_stages(config, opened.arch)
-        if is_converted(opened.folder):
-            raise ConfigError(f"{opened.folder} is a converted checkpoint, which is read whole: serve the original one")
         self.arch = opened.arch
         cuts = layers_of_stages(opened.arch, opened.precision.weights, config.pp_size)
         own = config.own_stages

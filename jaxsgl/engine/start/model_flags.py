@@ -2,22 +2,38 @@
 
 Models whose layers keep states instead of keys and values (`models/mixers.py`), which are not in pages. Models whose
 layers differ in what a page holds of them, or lack projections. Models that data-parallel attention gains nothing for,
-or that see images, which are not divided among ranks yet. What flags say of each other `EngineConfig` checks.
+or that see images, which are not divided among ranks yet. Models, and folders, that pipeline stages can't share. What
+flags say of each other `EngineConfig` checks.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from jaxsgl.cache.pages import ends_page
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.start.sizing import STATE_PAGE_SIZE
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import Latent
+from jaxsgl.weights import is_converted
 
 _WAY_OUT = "leave --enable-dp-attention out: --dp-size alone means whole replicas"
 
 
+def check_folder(config: EngineConfig, folder: Path) -> None:
+    """Raises `ConfigError` if the weights of `folder` are stored so that a flag can't be followed."""
+    if config.has_stages and is_converted(folder):
+        raise ConfigError(
+            f"--pp-size does not work with {folder}, a converted checkpoint, which is read whole: serve the one it was "
+            "made of, or leave --pp-size out"
+        )
+
+
 def check_flags(config: EngineConfig, arch: ModelArch) -> None:
     """Raises `ConfigError` if a flag, or the checkpoint, doesn't go with `arch`."""
+    if config.has_stages:
+        check_stages(config, arch)
     _check_states(config, arch)
     _check_pages(config, arch)
     _check_adapters(config, arch)
@@ -101,3 +117,28 @@ def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
             f"--enable-dp-attention gains nothing: {config.tp} devices can share the {heads} of {arch.name}, and it "
             f"has no experts: {_WAY_OUT}"
         )
+
+
+def check_stages(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` for models whose layers can't be shared out."""
+    way_out = "leave --pp-size out"
+    if arch.num_layers < config.pp_size:
+        raise ConfigError(
+            f"--pp-size is {config.pp_size}, but {arch.name} has {arch.num_layers} layers: give that or less"
+        )
+    if arch.vision is not None:
+        raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
+    if arch.recurrent_net is not None:
+        raise ConfigError(f"--pp-size does not work with the {arch.recurrent_net.plural} of {arch.name}: {way_out}")
+    if any(isinstance(each.mixer, Latent) and each.mixer.index != each.mixer.own_index for each in arch.layers):
+        raise ConfigError(
+            f"--pp-size does not work for now with the layers of {arch.name}, which attend to the tokens that the "
+            f"index of an earlier layer chose: {way_out}"
+        )
+    if arch.reading_layers or arch.embedding_size:
+        raise ConfigError(
+            f"--pp-size does not work for now with the layers of {arch.name}, which read keys of other layers or have "
+            f"embeddings of each token: {way_out}"
+        )
+    if arch.pooling is not None:
+        raise ConfigError(f"--pp-size does not work with embeddings and scores for now: {way_out}")

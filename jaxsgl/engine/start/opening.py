@@ -22,7 +22,7 @@ from jaxsgl.engine.start.devices import join_hosts, meshes_of, reveal_devices
 from jaxsgl.engine.start.fixed_order import asks_for_fixed_order, check_kernels
 from jaxsgl.engine.start.joining import check_hosts
 from jaxsgl.engine.start.memory import start_jax
-from jaxsgl.engine.start.model_flags import check_flags
+from jaxsgl.engine.start.model_flags import check_flags, check_folder
 from jaxsgl.engine.start.warmup import use_compilation_cache
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import read_arch
@@ -115,6 +115,7 @@ class Opened(NamedTuple):
 def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: Hosts) -> Opened:
     """Does all that; arguments as those of `Engine`. Raises `StartupError`."""
     folder = resolve_model_folder(config.model, config.revision)
+    check_folder(config, folder)
     arch = read_arch(config, folder)
     check_flags(config, arch)
     if config.auto_buckets is not None:
