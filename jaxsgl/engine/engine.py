@@ -313,11 +313,12 @@ def _load(config: EngineConfig, opened: Opened, compiled: ProgramSet) -> _Loaded
     check_weights_fit(opened.device, opened.jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
     plan = plan_adapters(config.lora, arch)
     with loading_weights(opened.device, opened.jax_share):
-        params = read_params(config, opened.folder, arch, precision.weights, mesh)
-        kv_scales = opened.kv_scales(config, arch)
         states = choose_states(config, arch, opened.platform, precision.kv, mesh.shape[TENSOR_AXIS])
+        # First, since it is small: one that doesn't fit the model is refused before minutes of reading.
         drafting = load_drafting(config, opened.folder, arch, precision, states, mesh)
         states = with_drafting(states, drafting, choose_num_rows(config, opened.platform))
+        params = read_params(config, opened.folder, arch, precision.weights, mesh)
+        kv_scales = opened.kv_scales(config, arch)
         jax.block_until_ready(params)  # so that memory in use is what will stay in use
         adapters = None if plan is None else EngineAdapters(plan, arch, precision.activations, mesh, compiled)
     adapter_size = NO_ADAPTERS if plan is None else plan.size

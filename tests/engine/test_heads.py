@@ -23,8 +23,10 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import HostKvConfig, SpeculationConfig
+from jaxsgl.engine.drafting.heads import check_pages
 from jaxsgl.engine.engine import Engine
-from jaxsgl.errors import CheckpointError, StartupError
+from jaxsgl.engine.layer_state import layer_states
+from jaxsgl.errors import CheckpointError, ConfigError, StartupError
 from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.models import ModelArch, StepContext, abstract_model
 from jaxsgl.models.heads import EagleArch
@@ -35,6 +37,7 @@ from jaxsgl.scheduler.speculation.pace import StepCosts
 from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.wiring import build_scheduler
+from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, few_programs
@@ -286,6 +289,16 @@ def test_heads_are_refused_where_the_stream_has_no_mean(tmp_path: Path, target: 
 
 
 @pytest.mark.parametrize(
+    ("kind", "way_out"), [("qwen3", "give --tp 2 or less, or NGRAM"), ("deepseek_v3", "give --tp 1, ")]
+)
+def test_more_devices_than_kv_heads_are_told_how_many_can_draft(kind: str, way_out: str, tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint(kind, tmp_path)).on_devices(4, by_experts=False)
+    states = layer_states(arch, 4, jnp.dtype("float32"), num_devices=4)
+    with pytest.raises(ConfigError, match=f"--tp 4 is more than the . kv heads of .*: {way_out}"):
+        check_pages(arch, states, "auto")
+
+
+@pytest.mark.parametrize(
     ("layer", "tensors", "message"),
     [
         ({}, {"norm.weight": None}, "tensor norm.weight is missing"),
@@ -294,9 +307,11 @@ def test_heads_are_refused_where_the_stream_has_no_mean(tmp_path: Path, target: 
         ({"num_key_value_heads": 4}, {}, "4 kv heads of 16, but Qwen3ForCausalLM 2 of 16"),
     ],
 )
-def test_heads_that_do_not_fit_end_the_start(
-    layer: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path, tiny_config: ConfigMaker
-) -> None:
+def test_heads_that_do_not_fit_end_the_start_before_the_model_is_read(
+    layer: dict[str, Any], tensors: dict[str, Any], message: str, tmp_path: Path, tiny_config: ConfigMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("jaxsgl.engine.engine.read_params", lambda *_: pytest.fail("the model is read first"))
     weights = random_head(0, 101) | tensors
     weights = {name: value for name, value in weights.items() if value is not None}
     taps = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}}

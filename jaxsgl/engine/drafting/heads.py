@@ -189,5 +189,6 @@ def check_pages(target: ModelArch, states: LayerStates, kv_cache_dtype: str) -> 
     if target.kv_copies > 1:
         raise ConfigError(
             f"--tp {states.num_devices} is more than the {target.stored_kv_heads} kv heads of {target.name}: with "
-            "--speculative-algorithm EAGLE3 and NEXTN each device needs heads of its own"
+            "--speculative-algorithm EAGLE3 and NEXTN each device needs heads of its own: give "
+            f"--tp {target.stored_kv_heads}{' or less' * (target.stored_kv_heads > 1)}, or NGRAM"
         )
