@@ -95,6 +95,7 @@ def with_head(
         options=(arch.layer.attention_options(0),),
         like=_attending(states),
         state_size=arch.layer.hidden_size,
+        copies=states.kv_copies,
     )
 
 
@@ -106,7 +107,7 @@ def _load_next_layer(target: _Target) -> Drafting:
             f"--speculative-algorithm NEXTN drafts with the checkpoint's layer after the last one, but {config.model} "
             f"({target.arch.name}) has none that is read here: give NGRAM, or EAGLE3 with a head"
         )
-    check_pages(target.arch, target.states, kv_cache_flag(precision.kv))
+    check_pages(kv_cache_flag(precision.kv))
     if config.load_format == "dummy":
         params = random_next_layer(arch, precision.weights, target.mesh, config.made_up_seed)
     else:
@@ -126,6 +127,7 @@ def with_next_layer(
         options=(arch.attention_options(0),),
         like=_attending(states),
         state_size=arch.hidden_size,
+        copies=states.kv_copies,
     )
 
 

@@ -3,7 +3,8 @@
     layer 0       what the head's only layer attends over. Token i's is that of (state of token i - 1, embedding of
                   token i), so that a page depends on its own tokens and those before it
     layers 1 ..   the state of token i: what the head reads of the model's work on it, its numbers spread over the
-                  pages' heads, since the next token, maybe of another step or request, needs it
+                  pages' heads, since the next token, maybe of another step or request, needs it. Heads that are copies
+                  of each other have equal numbers
 
 Token i stands at position i. Training counts from the pair (state 0, token 1): queries and keys turn with differences
 of positions, which are the same. Token 0 has no state before it: a head gets zeros. `draft.py` has the rest.
@@ -29,7 +30,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import Attend, Decoder, ModelArch, Params
 from jaxsgl.models.heads import EagleArch
 from jaxsgl.models.quantization import FP8_E4M3
-from jaxsgl.models.tensor_parallel import all_parts, num_parts, of_this_part
+from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
 from pallas_kernels import KernelChoice, PagedKv, store_entries, store_kv
 from pallas_kernels.paged_kv import to_numbers
 
@@ -73,17 +74,19 @@ class HeadDrafting(Drafting):
       graphdef: the head.
       like: what the model's layers keep, each the same.
       state_size: D, of a state.
+      copies: so many consecutive heads of these are equal, each on a device of its own.
     """
 
     graphdef: nnx.GraphDef[Any]
     like: LayerState
     state_size: int
+    copies: int = 1
 
     @cached_property
     def num_state_layers(self) -> int:
         """Layers that the state of a token takes."""
         heads, _, width = self.like.by_page[0].shape
-        return -(-self.state_size // (len(self.like.by_page) * heads * width))
+        return -(-self.state_size // (len(self.like.by_page) * heads // self.copies * width))
 
     def layers(self, scratch_pages: int) -> tuple[LayerState, ...]:
         """See `Drafting`."""
@@ -125,8 +128,9 @@ class HeadDrafting(Drafting):
         heads, width = layers[1][0].shape[1], layers[1][0].shape[3]
         shape = num_tokens, self.num_state_layers, len(layers[1]), heads, width
         numbers = shape[1] * shape[2] * heads * width
-        padded = jnp.pad(states_TD, ((0, 0), (0, numbers * num_parts() - size)))
-        parts = of_this_part(padded, axis=1).reshape(shape)
+        padded = jnp.pad(states_TD, ((0, 0), (0, numbers * self._num_shares() - size)))
+        share = part_index() // self.copies if self._num_shares() > 1 else 0
+        parts = jax.lax.dynamic_slice_in_dim(padded, share * numbers, numbers, axis=1).reshape(shape)
         for layer in range(self.num_state_layers):
             layers[1 + layer] = _stored(layers[1 + layer], parts[:, layer], slots, kernels)
         return KvBuffers.of_layers(layers)
@@ -135,7 +139,14 @@ class HeadDrafting(Drafting):
         """`[S, D]` at `slots [S]`, in the pages' format."""
         parts = [to_numbers(_entries(array, slots)) for arrays in kv.by_layer()[1:] for array in arrays]
         flat = jnp.stack(parts, axis=1).reshape(len(slots), -1)
-        return all_parts(flat, axis=1)[:, : self.state_size]
+        if self._num_shares() > 1:
+            of_all = all_parts(flat, axis=1).reshape(len(slots), self._num_shares(), self.copies, -1)
+            flat = of_all[:, :, 0].reshape(len(slots), -1)
+        return flat[:, : self.state_size]
+
+    def _num_shares(self) -> int:
+        """Devices with different heads, which share a state."""
+        return num_parts() // self.copies
 
 
 def _stored(
@@ -166,7 +177,7 @@ def check_head(arch: EagleArch, target: ModelArch, states: LayerStates, kv_cache
         raise ConfigError(
             f"--speculative-algorithm EAGLE3 needs layers of keys and values, but {target.name} keeps latents"
         )
-    check_pages(target, states, kv_cache_dtype)
+    check_pages(kv_cache_dtype)
     ours, theirs = (arch.layer.num_kv_heads, arch.layer.head_dim), (target.num_kv_heads, target.head_dim)
     if ours != theirs:
         raise ConfigError(
@@ -179,16 +190,10 @@ def check_head(arch: EagleArch, target: ModelArch, states: LayerStates, kv_cache
         )
 
 
-def check_pages(target: ModelArch, states: LayerStates, kv_cache_dtype: str) -> None:
-    """Raises `ConfigError` where the pages of `target` have no place for states."""
+def check_pages(kv_cache_dtype: str) -> None:
+    """Raises `ConfigError` where pages of that dtype have no place for states."""
     if kv_cache_dtype == FP8_E4M3:
         raise ConfigError(
             f"--kv-cache-dtype {FP8_E4M3} does not go with --speculative-algorithm EAGLE3 and NEXTN, which keep the "
             "head's inputs in the cache: give bfloat16"
-        )
-    if target.kv_copies > 1:
-        raise ConfigError(
-            f"--tp {states.num_devices} is more than the {target.stored_kv_heads} kv heads of {target.name}: with "
-            "--speculative-algorithm EAGLE3 and NEXTN each device needs heads of its own: give "
-            f"--tp {target.stored_kv_heads}{' or less' * (target.stored_kv_heads > 1)}, or NGRAM"
         )
