@@ -118,7 +118,8 @@ def _step_kernel(
         return whole.astype(jnp.float32)
 
     head = Head(fused, product_ref.shape[-1], small, layer, key_head, of_group, group)
-    decay, beta = head.decay_and_beta()
+    # Next to a state `ptxas` spills 16 bytes where a delta-net's decay is made late, or Mamba-2's early.
+    early = head.decay_and_beta() if corrects else None
     state = moves.load(position > 0)
 
     def convolved(first: int | jax.Array, width: int, is_mine: jax.Array) -> jax.Array:
@@ -146,7 +147,7 @@ def _step_kernel(
     v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
     if corrects:
         q, k = normalized(q) * key_size**-0.5, normalized(k)
-    read = moves.moved(state, q, k, v, decay, beta)
+    read = moves.moved(state, q, k, v, *(early or head.decay_and_beta()))
     column = jnp.arange(value_size, dtype=jnp.int32)
     store(out_ref, (seq, key_head, of_group), column, head.gated(read, v, eps).astype(out_ref.dtype))
 
