@@ -91,7 +91,7 @@ class StepContext:
       kernels: what norms, experts and products with quantized weights run on.
       mlp_tokens: places for the tokens of all ranks in MLPs; 0: those of all their batches.
       experts: the chosen experts of each layer are appended here: `[T, k]` int32, `[T, 0]` of a layer without. None:
-        nobody asks for them.
+        the step doesn't report them.
       streams: by the index of a layer, each item becomes the residual stream `[T, D]` before that layer, or after the
         last one.
     """

@@ -6,8 +6,10 @@ end (and `LLM`) preprocesses by it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -266,7 +268,7 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     }
     for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
         _check_processor(folder / file, values, sizes)
-    try:
+    with _understood(folder):
         settings = ProcessorSettings(
             **sizes,
             image=_pixels(image, of_model.image, of_model),
@@ -284,8 +286,6 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
             positions_per_s=of_model.positions_per_s and vision.get("tokens_per_second", of_model.positions_per_s),
             max_video_tokens=video.get("max_video_tokens") or 128_000,
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
     _check_normalization(folder, settings)
     return settings
 
@@ -339,7 +339,7 @@ def _of_pixtral(
         image = {**image, "patch_size": patch_size["height"] if same else patch_size}
     _check_processor(folder / _IMAGE_FILE, image, {"patch_size": tower.told_patch_size})
     _check_processor(folder / _BOTH_FILE, both, sizes)
-    try:
+    with _understood(folder):
         longest = int(size.get("longest_edge") or tower.config.get("image_size") or 1540)
         pixels = PixelSettings(1, longest**2, *_mean_and_std(image))
         return ProcessorSettings(
@@ -355,17 +355,13 @@ def _of_pixtral(
             longest_side=longest,
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _with_lines(folder: Path, settings: ProcessorSettings, both: dict[str, Any]) -> ProcessorSettings:
     """The settings with the tokens that end lines."""
     ids = _added_tokens(folder)
-    try:
+    with _understood(folder):
         end, last = (ids[both.get(f"image_{of}_token", f"[IMG_{of.upper()}]")] for of in ("break", "end"))
-    except KeyError as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
     return replace(settings, line_ends=(end, last))
 
 
@@ -376,7 +372,7 @@ def _of_pictures(
     sizes = {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
     sizes["temporal_patch_size"] = alone.temporal_patch_size
     _check_processor(folder / _IMAGE_FILE, image, sizes)
-    try:
+    with _understood(folder):
         pixels = _pixels(image, alone.of_model.image, alone.of_model)
         return ProcessorSettings(
             **sizes,
@@ -389,8 +385,6 @@ def _of_pictures(
             lifts=alone.lifts,
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_idefics3(
@@ -403,7 +397,7 @@ def _of_idefics3(
     side = vision.get("image_size", 224)
     tokens = (side // patch_size // merge_size) ** 2
     _check_processor(folder / _BOTH_FILE, both, {"image_seq_len": tokens})
-    try:
+    with _understood(folder):
         told = (image.get(key) or {"longest_edge": usual} for key, usual in (("size", 1456), ("max_image_size", 364)))
         longest, tile = (int(each["longest_edge"]) for each in told)
         if tile != side or longest > _IDEFICS3_LONGEST:
@@ -429,8 +423,6 @@ def _of_idefics3(
             resample=LANCZOS,
             takes_pixels=False,
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_aya_vision(
@@ -445,7 +437,7 @@ def _of_aya_vision(
     }
     sizes = {"img_size": side, "patch_size": patch_size, "downsample_factor": merge_size}
     _check_processor(folder / _BOTH_FILE, both, sizes | words)
-    try:
+    with _understood(folder):
         pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
         return ProcessorSettings(
             patch_size=patch_size,
@@ -462,8 +454,6 @@ def _of_aya_vision(
             tile_words=_AYA_WORDS,
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_llava(
@@ -485,7 +475,7 @@ def _of_llava(
         "vision_feature_select_strategy": "default",
     }
     _check_processor(folder / _BOTH_FILE, both, of_tokens)
-    try:
+    with _understood(folder):
         pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
         return ProcessorSettings(
             patch_size=patch_size,
@@ -501,8 +491,6 @@ def _of_llava(
             crops=True,
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_gemma3(
@@ -513,7 +501,7 @@ def _of_gemma3(
     size = {"height": side, "width": side}
     expected = {"size": size, "do_pan_and_scan": False, "resample": BILINEAR}
     _check_processor(folder / _IMAGE_FILE, image, expected)
-    try:
+    with _understood(folder):
         mean, std = (image.get(f"image_{of}") or _HALF for of in ("mean", "std"))
         pixels = PixelSettings(1, side**2, tuple(map(float, mean)), tuple(map(float, std)))
         return ProcessorSettings(
@@ -531,8 +519,6 @@ def _of_gemma3(
             written="start",
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_gemma4(
@@ -546,7 +532,7 @@ def _of_gemma4(
         changes_nothing = {} if told is False else {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
         _check_processor(folder / file, values, same | changes_nothing | {"do_normalize": told})
     square = (patch_size * merge) ** 2
-    try:
+    with _understood(folder):
         pixels, frame = (
             PixelSettings(square, int(values.get("max_soft_tokens") or tokens) * square, _HALF, _HALF)
             for values, tokens in ((image, 280), (video, 70))
@@ -567,8 +553,6 @@ def _of_gemma4(
             times="minutes",
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _of_internvl(
@@ -583,7 +567,7 @@ def _of_internvl(
     tile = {"size": {"height": side, "width": side}, "do_center_crop": False}
     _check_processor(folder / _IMAGE_FILE, image, tile)
     ids = _added_tokens(folder)
-    try:
+    with _understood(folder):
         pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
         return ProcessorSettings(
             patch_size=patch_size,
@@ -604,8 +588,6 @@ def _of_internvl(
             frame_token_id=config.get("image_token_id", 151_667),
             takes_pixels=False,
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _side(told: Any) -> Any:
@@ -634,7 +616,7 @@ def _of_glm4v(
     writes = _glm_class(folder, [*(each.get("processor_class") for each in (both, image, video, tokenizer)), usual])
     samples = _glm_class(folder, [video.get("video_processor_type"), image.get("image_processor_type"), writes])
     first, start = _GLM4V_TOKENS[config["model_type"]]
-    try:
+    with _understood(folder):
         settings = ProcessorSettings(
             **sizes,
             image=_pixels(image, _GLM4V.image, _GLM4V),
@@ -651,8 +633,6 @@ def _of_glm4v(
             frame_token_id=config.get("image_token_id", first),
             takes_pixels=False,
         )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
     _check_normalization(folder, settings)
     return settings
 
@@ -665,6 +645,15 @@ def _glm_class(folder: Path, told: list[str | None]) -> str:
             f"{folder} names the processor {name}, but of GLM's models only Glm4v's and Glm46V's are supported"
         )
     return name
+
+
+@contextlib.contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Makes an error of what the files say a `CheckpointError` that names the folder."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
 
 
 def _mean_and_std(values: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -106,7 +106,7 @@ class LatentShape:
     """How many of an entry's numbers queries meet, where the key of an index follows, which XLA stores with them; None:
     all."""
     num_chosen: int = 0
-    """Tokens that an index chooses for a query; 0: there is none."""
+    """Tokens that an index chooses for a query; 0: the model has no index."""
     index_heads: int = 0
     """Heads of its queries."""
     index_size: int = 0
