@@ -27,6 +27,10 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "Hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 2}, "think": False},
+    "/api/generate": {"prompt": "Hi", "raw": True, "options": {"num_predict": 2, "stop": ["a"]}, "logprobs": True},
+    "/api/embed": {"input": ["Hi", "Ho"], "truncate": True},
+    "/api/show": {"model": "default"},
 }
 PATHS = (
     *GOOD_BODIES,

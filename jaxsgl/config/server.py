@@ -69,9 +69,9 @@ class ServerConfig:
     )
     sampling_defaults: str = flag(
         "model",
-        "what requests that don't say so are sampled with, in the APIs of OpenAI and Anthropic; model (vLLM: auto): "
-        "temperature, top_p, top_k, min_p and repetition_penalty of the model's generation_config.json; openai (vLLM: "
-        "vllm): OpenAI's",
+        "what requests that don't say so are sampled with, in the APIs of OpenAI, Anthropic and Ollama; model (vLLM: "
+        "auto): temperature, top_p, top_k, min_p and repetition_penalty of the model's generation_config.json; openai "
+        "(vLLM: vllm): OpenAI's",
         choices=SAMPLING_DEFAULTS,
         alias="--generation-config",
     )

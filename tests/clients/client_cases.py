@@ -353,6 +353,108 @@ def guidance_cases() -> dict[str, Case]:
     return {"vllm": case(VLLMModel), "sglang": case(SglangModel), "schema": schema}
 
 
+def ollama_cases() -> dict[str, Case]:
+    """ollama: its client for Ollama's own API."""
+    import ollama
+
+    options = {"temperature": 0, "num_predict": MAX_TOKENS}
+    fields: Any = {"model": MODEL, "messages": QUESTION, "options": options}
+
+    def chat(url: str) -> None:
+        answer = ollama.Client(url).chat(**fields)
+        is_anna(answer.message.content)
+        assert answer.done and answer.done_reason == "stop" and answer.eval_count and answer.eval_duration, answer
+
+    def stream(url: str) -> None:
+        parts = list(ollama.Client(url).chat(**fields, stream=True))
+        is_anna("".join(part.message.content or "" for part in parts))
+        assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+
+    def generate(url: str) -> None:
+        parts = ollama.Client(url).generate(MODEL, ASK, stream=True, options=options)
+        is_anna("".join(part.response or "" for part in parts))
+
+    def structured(url: str) -> None:
+        is_anna(ollama.Client(url).chat(**fields, format=Person.model_json_schema()).message.content)
+
+    def logprobs(url: str) -> None:
+        answer = ollama.Client(url).chat(**fields, logprobs=True, top_logprobs=2)
+        assert answer.logprobs and len(answer.logprobs) == answer.eval_count
+        assert all(len(token.top_logprobs or ()) == 2 for token in answer.logprobs)
+
+    def tool(url: str) -> None:
+        def set_city(city: str) -> str:
+            """Sets the city.
+
+            Args:
+              city: its name
+            """
+            return city
+
+        call = {"function": {"name": "set_city", "arguments": {"city": "Rome"}}}
+        turns: Any = [
+            {"role": "user", "content": "Rome"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_name": "set_city", "content": "Rome"},
+            *QUESTION,
+        ]
+        answer = ollama.Client(url).chat(MODEL, turns, tools=[set_city], options=options)
+        assert answer.message.content or answer.message.tool_calls
+
+    def models(url: str) -> None:
+        client = ollama.Client(url)
+        (model,) = client.list().models
+        (running,) = client.ps().models
+        assert model.model and model.size and running.model == model.model and running.context_length
+        shown = client.show(model.model)
+        assert shown.modelinfo and "tools" in (shown.capabilities or ())
+
+    def errors(url: str) -> None:
+        client = ollama.Client(url)
+        for call, status in ((lambda: client.show("gpt-9"), 404), (lambda: client.pull("gpt-9"), 501)):
+            try:
+                call()
+            except ollama.ResponseError as error:
+                assert error.status_code == status and "{" not in error.error, error
+            else:
+                raise AssertionError("no error")
+
+    return {
+        "chat": chat,
+        "stream": stream,
+        "generate": generate,
+        "structured": structured,
+        "logprobs": logprobs,
+        "tool": tool,
+        "models": models,
+        "errors": errors,
+    }
+
+
+def langchain_ollama_cases() -> dict[str, Case]:
+    """langchain-ollama: its chat model and its completions."""
+    from langchain_ollama import ChatOllama, OllamaLLM
+
+    def fields(url: str) -> Any:
+        return {"model": MODEL, "base_url": url, "temperature": 0, "num_predict": MAX_TOKENS}
+
+    def chat(url: str) -> None:
+        answer = ChatOllama(**fields(url)).invoke(ASK)
+        is_anna(answer.content)
+        assert answer.usage_metadata and answer.usage_metadata["output_tokens"]
+
+    def stream(url: str) -> None:
+        is_anna("".join(part.content for part in ChatOllama(**fields(url)).stream(ASK)))
+
+    def structured(url: str) -> None:
+        assert ChatOllama(**fields(url)).with_structured_output(Person, method="json_schema").invoke(ASK) == ANNA
+
+    def generate(url: str) -> None:
+        is_anna(OllamaLLM(**fields(url)).invoke(ASK))
+
+    return {"chat": chat, "stream": stream, "structured": structured, "generate": generate}
+
+
 def smg_cases() -> dict[str, Case]:
     """smg, SGLang's gateway: openai's chats through it, which asks the server over gRPC."""
 
@@ -419,6 +521,8 @@ CLIENTS: dict[str, Callable[[], dict[str, Case]]] = {
     "haystack": haystack_cases,
     "dspy": dspy_cases,
     "guidance": guidance_cases,
+    "ollama": ollama_cases,
+    "langchain-ollama": langchain_ollama_cases,
     "smg": smg_cases,
 }
 

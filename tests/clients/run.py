@@ -35,7 +35,7 @@ VERCEL_AI = HERE / "npm" / "vercel-ai"
 # As client_cases.py names them; that file is not imported here, since it needs the clients' packages.
 LIBRARIES = (
     "openai", "anthropic", "litellm", "langchain-openai", "instructor", "pydantic-ai", "openai-agents", "llama-index",
-    "smolagents", "haystack", "dspy", "guidance", "smg",
+    "smolagents", "haystack", "dspy", "guidance", "ollama", "langchain-ollama", "smg",
 )  # fmt: skip
 NAMES = (*LIBRARIES, "vercel-ai", *PROGRAMS)
 OF_NODE = ("vercel-ai", *programs.OF_NODE)

@@ -102,6 +102,25 @@ def test_every_protocol_gives_the_engine_the_same_patches(folder: str) -> None:
     run(folder, scenario)
 
 
+def test_ollamas_pictures_are_those_of_chat(folder: str) -> None:
+    """They are files in base64 that don't say what they are, and come before the text."""
+
+    async def scenario(served: VisionFrontEnd) -> None:
+        await served.chat(image_part(data_url(CAT)), image_part(data_url(DOG)), "Which?")
+        images = [base64.b64encode(file_of(each)).decode() for each in (CAT, DOG)]
+        message = {"role": "user", "content": "Which?", "images": images}
+        for path, body in (("chat", {"messages": [message]}), ("generate", {"prompt": "Which?", "images": images})):
+            answer = await served.http.post(f"/api/{path}", json=body)
+            assert answer.status_code == 200, answer.text
+        of_chat, *others = served.requests
+        assert [other.prompt_ids for other in others] == [of_chat.prompt_ids] * 2
+        assert [digests(other) for other in others] == [digests(of_chat)] * 2
+        shown = await served.http.post("/api/show", json={})
+        assert "vision" in shown.json()["capabilities"]
+
+    run(folder, scenario)
+
+
 def multimodal(request: Request) -> sglang_pb.MultimodalInputs:
     """What a gateway makes of the pictures of `request`: normalized values, grids and places."""
     values = np.concatenate([patches_of(item) for item in request.media]).astype(np.float32) / 255

@@ -36,6 +36,7 @@ from jaxsgl.frontend.http.middleware import (
     TraceParent,
     counting,
 )
+from jaxsgl.frontend.http.ollama import routes as ollama
 from jaxsgl.frontend.http.openai import batches
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.page import live, static
@@ -46,8 +47,8 @@ from jaxsgl.frontend.tracing import NO_TRACER
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
-    health.router, static.router, live.router, openai.router, batches.router, anthropic.router, generate.router,
-    admin.router, encode.router,
+    health.router, static.router, live.router, openai.router, batches.router, anthropic.router, ollama.router,
+    generate.router, admin.router, encode.router,
 )  # fmt: skip
 SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
 POLL_S = 0.01

@@ -149,7 +149,7 @@ def event(data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events` (each ended by an empty line) as they arrive.
+    """Sends `events` (each ended by an empty line, or lines of another `media_type`) as they arrive.
 
     The status is sent with the first event, so an error before it is answered like any other error. A later error
     becomes the last event. However the answer ends, `events` is closed first, so that the requests it holds open are
@@ -158,7 +158,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str = media_type) -> None:
+        self.media_type = media_type
         self.status_code = 200
         self.background = None
         self._events = events

@@ -1,8 +1,9 @@
 """Turns errors into HTTP answers, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
 Below /v1/messages they have Anthropic's: {"type": "error", "error": {"type", "message"}}, with `details` for the one
-code that Anthropic's client acts on. Owns the status and the body of every refusal over HTTP. Knows no endpoint. app.py
-registers the handlers; code that answers outside of them (middleware, streams) calls `answer_to` and `event_of`.
+code that Anthropic's client acts on. Below /api they have Ollama's: {"error": "..."}. Owns the status and the body of
+every refusal over HTTP. Knows no endpoint. app.py registers the handlers; code that answers outside of them
+(middleware, streams) calls `answer_to` and `event_of`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _TYPES = {
 }
 _CODES = {401: "invalid_api_key"}
 _ANTHROPIC_PATHS = "/v1/messages"
+_OLLAMA_PATHS = "/api/"
 THREAD_UNSUPPORTED = "thread_unsupported_request"  # at which Anthropic's client sends the conversation as a whole
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -108,6 +110,8 @@ def add_handlers(app: FastAPI, count: Callable[[Request, Exception], None] = _co
 def body_of(path: str, status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Returns the JSON body that goes with `status`, in the shape of the API that `path` belongs to."""
     message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote the request
+    if path.startswith(_OLLAMA_PATHS):
+        return {"error": message}
     if path.startswith(_ANTHROPIC_PATHS):
         message = f"prompt is too long: {message}" if code == TOO_LONG else message  # by which clients know it
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 and status != 422 else "api_error")
@@ -231,5 +235,8 @@ def _param(loc: Sequence[int | str]) -> str | None:
 
 def event_of(path: str, error: Exception) -> bytes:
     """Returns the last event of a stream of `path` that `error` ends."""
+    body = json.dumps(body_of(path, *error_of(error))).encode()
+    if path.startswith(_OLLAMA_PATHS):
+        return body + b"\n"
     name = b"event: error\n" if path.startswith(_ANTHROPIC_PATHS) else b""
-    return name + b"data: " + json.dumps(body_of(path, *error_of(error))).encode() + b"\n\n"
+    return name + b"data: " + body + b"\n\n"

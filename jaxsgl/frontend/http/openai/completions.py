@@ -109,7 +109,12 @@ def _sampling(body: CompletionRequest, model: ServedModel) -> SamplingParams:
         return sampling
     if body.echo:
         raise InvalidRequest("suffix and echo are both given, but the prompt's tokens are no text then: leave echo out")
-    ends = () if sampling.ignore_eos else end_ids(model.tokenizer)
+    return with_infill_ends(sampling, model.tokenizer)
+
+
+def with_infill_ends(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns `sampling` that also ends where a middle does. Raises `InvalidRequest` if the model knows no middle."""
+    ends = () if sampling.ignore_eos else end_ids(tokenizer)
     return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
 
 

@@ -1,0 +1,1 @@
+"""Ollama's HTTP API: what Open WebUI, Continue, langchain-ollama and the `ollama` clients speak."""
