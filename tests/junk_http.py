@@ -30,6 +30,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 2}, "think": False},
     "/api/generate": {"prompt": "Hi", "raw": True, "options": {"num_predict": 2, "stop": ["a"]}, "logprobs": True},
     "/api/embed": {"input": ["Hi", "Ho"], "truncate": True},
+    "/api/embeddings": {"prompt": "Hi"},
     "/api/show": {"model": "default"},
 }
 PATHS = (

@@ -119,7 +119,7 @@ def anthropic_cases() -> dict[str, Case]:
 
 
 def litellm_cases() -> dict[str, Case]:
-    """litellm: its completion."""
+    """litellm: its completion, by OpenAI's API and by Ollama's."""
     import litellm
 
     def ask(url: str, **more: Any) -> Any:
@@ -140,7 +140,13 @@ def litellm_cases() -> dict[str, Case]:
     def structured(url: str) -> None:
         is_anna(ask(url, response_format=Person).choices[0].message.content)
 
-    return {"chat": chat, "stream": stream, "tool": tool, "structured": structured}
+    def of_ollama(url: str) -> None:
+        fields: Any = {"api_base": url, "temperature": 0, "max_tokens": MAX_TOKENS}
+        is_anna(litellm.completion("ollama_chat/default", QUESTION, **fields).choices[0].message.content)
+        parts = litellm.completion("ollama_chat/default", QUESTION, stream=True, **fields)
+        is_anna("".join(part.choices[0].delta.content or "" for part in parts))
+
+    return {"chat": chat, "stream": stream, "tool": tool, "structured": structured, "ollama": of_ollama}
 
 
 def langchain_cases() -> dict[str, Case]:

@@ -88,10 +88,11 @@ def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
         good = GOOD_BODIES[path.replace("/v1/de", "/de")]
         for name, value in itertools.product(names, VALUES):
             yield path, spoiled(good, name, value)
-    inner, good = schemas["SamplingBody"]["properties"], GOOD_BODIES["/generate"]
-    for name, value in itertools.product(inner, VALUES):
-        body = good | {"sampling_params": good["sampling_params"] | {name: "JUNK"}}
-        yield "/generate", json.dumps(body).replace('"JUNK"', value)
+    inner = (("/generate", "sampling_params", "SamplingBody"), ("/api/generate", "options", "Options"))
+    for path, field, schema in inner:
+        good = GOOD_BODIES[path]
+        for name, value in itertools.product(schemas[schema]["properties"], VALUES):
+            yield path, spoiled(good, field, spoiled(good[field], name, value))
 
 
 def test_no_value_of_any_field_gets_a_5xx(server: ServerProcess) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from jaxsgl.text.answer import AnswerParser
 from jaxsgl.text.calls import FORMS
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
+from tests.text.small_tokenizers import byte_level, save
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
@@ -179,8 +180,6 @@ def test_other_refusals_have_the_same_shape(http: httpx.Client) -> None:
     for answer, status in ((deleted, 501), (broken, 400), (http.get("/api/chat"), 405)):
         assert (answer.status_code, answer.json().keys()) == (status, {"error"})
     assert event_of("/api/chat", RequestFailed("no")) == b'{"error": "no"}\n'  # the last line of a stream
-    described = http.get("/openapi.json").json()["paths"]["/api/chat"]["post"]["responses"]["4XX"]
-    assert described["content"]["application/json"]["schema"]["$ref"].endswith("/OllamaError")
 
 
 def test_the_model_is_listed_and_described(http: httpx.Client, scripted_folder: str) -> None:
@@ -227,10 +226,27 @@ def test_texts_become_vectors(server: ServerProcess, tokenizer: Tokenizer) -> No
         assert http.post("/api/embed", json=long).json()["prompt_eval_count"] == 160  # what the pool holds
 
 
-def test_keys_are_obeyed_and_the_page_answers_without(start_server: Callable[..., ServerProcess]) -> None:
-    server = start_server("--api-key", "secret")
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose model has no chat template, and whose clients need a key."""
+    model = save(byte_level(), tmp_path_factory.mktemp("plain_model"), None)
+    server = ServerProcess(tmp_path_factory.mktemp("plain"), model, "--api-key", "secret")
     server.wait_until_ready()
-    with connect(server) as http:
+    yield server
+    server.end()
+
+
+def test_without_a_chat_template_prompts_are_continued_as_they_are(plain: ServerProcess) -> None:
+    with connect(plain, headers={"authorization": "Bearer secret"}) as http:
+        body = {"prompt": "Hello you", "options": {"num_predict": 5}}
+        answer = whole(http, "/api/generate", body)
+        assert (answer["response"], answer["prompt_eval_count"]) == ("Hello you", 5)
+        refused = http.post("/api/generate", json=body | {"system": "Be brief"})
+        assert refused.status_code == 400 and "a model without a chat template" in refused.json()["error"]
+
+
+def test_keys_are_obeyed_and_the_page_answers_without(plain: ServerProcess) -> None:
+    with connect(plain) as http:
         for headers in ({}, {"authorization": "Bearer wrong"}):
             refused = http.get("/api/tags", headers=headers)
             assert (refused.status_code, refused.json().keys()) == (401, {"error"})

@@ -7,6 +7,7 @@ endpoints.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -144,11 +145,16 @@ def _digest(front_end: FrontEnd, name: str) -> str:
     return hashlib.sha256("\0".join(told).encode()).hexdigest()
 
 
+@functools.cache
+def _format_of(model: str) -> str:
+    return "gguf" if is_gguf(model) else "safetensors"
+
+
 def _details(front_end: FrontEnd, adapter: str) -> dict[str, Any]:
     family = front_end.generator.model.info.architecture
     return {
         "parent_model": front_end.config.model_name if adapter else "",
-        "format": "gguf" if is_gguf(front_end.config.engine.model) else "safetensors",
+        "format": _format_of(front_end.config.engine.model),
         "family": family,
         "families": [family],
         "parameter_size": "",  # which the front end doesn't know, and neither how weights are quantized
