@@ -44,7 +44,7 @@ class OllamaError(BaseModel):
 class AnyTypeJson(StrictJson):
     """A route whose body is JSON whatever its content-type says: Ollama's examples send it as curl's form data.
 
-    Pages of other sites, which can send no other types unasked, are refused by their origin (sites.py).
+    Pages of other sites, whose browsers send form data unasked, are refused by their origin (sites.py).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
