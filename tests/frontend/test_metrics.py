@@ -131,6 +131,8 @@ def test_refusals_of_what_is_no_request_yet_are_counted_and_logged(start_server:
     with httpx.Client(base_url=f"http://{server.http_address}") as http, server.stub() as stub:
         for body in ({"temperature": -1}, {"regex": "a", "ebnf": "b"}, {"regex": ""}, {"model": "another"}):
             assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1, **body}).is_client_error
+        for broken in (b'{"prompt": ', b"[" * 300):
+            assert http.post("/v1/completions", content=broken).is_client_error
         http.get("/v1/responses/none")
         http.post("/start_profile", json={"num_steps": -1})
         for request in (pb.GenerateRequest(), pb.GenerateRequest(sampling=pb.SamplingParams(temperature=-1))):
@@ -139,7 +141,7 @@ def test_refusals_of_what_is_no_request_yet_are_counted_and_logged(start_server:
         with pytest.raises(grpc.RpcError):
             stub.Embed(pb.EmbedRequest())
     samples = by_name(scrape(server)[1])
-    assert samples["jaxsgl:request_errors_total.InvalidRequest"] == 6
+    assert samples["jaxsgl:request_errors_total.InvalidRequest"] == 8
     assert samples["jaxsgl:request_errors_total.NotFound"] == 1
     log = server.log
     assert "JaxsglService.Generate: INVALID_ARGUMENT, 'the request has no input" in log

@@ -100,9 +100,15 @@ def add_handlers(app: FastAPI, count: Callable[[Request, Exception], None] = _co
     async def on_invalid_body(request: Request, error: Exception) -> Response:
         return await on_error(request, _invalid(error))
 
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        cause = error.__cause__
+        if isinstance(cause, ValueError | RecursionError):  # of the JSON parser: none, too deep, or too long a number
+            return await on_error(request, InvalidRequest(f"the body can't be read: {cause}"))
+        return await _on_http_error(request, error)
+
     app.add_exception_handler(JaxsglError, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, on_http_error)
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, _on_client_gone)
 
@@ -173,7 +179,7 @@ class Refusal(Response):
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answers an unknown path or method, a body that is no JSON, and what middleware raises while a body is read."""
+    """Answers an unknown path or method, and what middleware raises while a body is read."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ClientDisconnect):  # while FastAPI read the body
         return await _on_client_gone(request, error)
@@ -185,8 +191,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message = f"{request.url.path} doesn't know the method {request.method}" + (
             f": send {allowed}" if allowed else ""
         )
-    elif isinstance(error.__cause__, ValueError | RecursionError):  # JSON parser: too deep, or too long a number
-        message = f"the body can't be read: {error.__cause__}"
     refused = answer(error.status_code, message)
     refused.headers.update(error.headers or {})
     return refused
