@@ -81,6 +81,12 @@ def child_stderr(process_name: str) -> int | None:
     return None if output is None else output.stderr.pipe(process_name)
 
 
+def are_read_on_terminal() -> bool:
+    """Whether this process's log lines, and those of its children, end up on a terminal."""
+    output = _configured()
+    return os.isatty(2 if output is None else output.stderr.real_fd)
+
+
 def line_counts() -> Counter[str]:
     """Returns the counts of this process's log lines, which go on counting: those `dropped`."""
     output = _configured()

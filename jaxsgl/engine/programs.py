@@ -77,7 +77,7 @@ class ProgramSet:
     """The compiled programs of an engine.
 
     Args:
-      progress: whether to draw a progress bar on stderr while compiling.
+      progress: whether to show on stderr how far compiling is.
       in_fixed_order: whether programs add in one order, whatever the number of rows.
       threads: that compile; None: one for each processor.
     """

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxsgl.engine.start import warmup
 from jaxsgl.engine.start.warmup import CompileCounter, compile_all, use_compilation_cache
 from jaxsgl.errors import ConfigError
 
@@ -57,6 +58,19 @@ def test_every_program_is_compiled_under_its_key() -> None:
 def test_a_progress_bar_counts_programs_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     compile_all({1: lowering(7), 2: lowering(8)}, progress=True)
     assert "2/2" in capsys.readouterr().err
+
+
+def test_without_bars_the_log_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    compile_all({1: lowering(7), 2: lowering(8)}, progress=True)
+    assert caplog.messages == []
+    monkeypatch.setattr(warmup, "REPORT_S", 0)
+    compile_all({1: lowering(7), 2: lowering(8)}, progress=True)
+    assert caplog.messages == ["compiling: 1 of 2 programs", "compiling: 2 of 2 programs"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_program_that_cannot_be_lowered_ends_warm_up_with_its_error() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from fake_engine_process import Script
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request
 
 from jaxsgl import logs
+from jaxsgl.frontend.engines.owned import start_child
 
 SECRET = 'sk-"it\\is"-me'
 
@@ -204,3 +206,18 @@ def test_warnings_are_log_lines_and_progress_bars_stay_away_from_machines() -> N
     (line,) = objects(ended.stderr)
     assert line["level"] == "warning"
     assert "UserWarning: old" in line["message"]
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_children_draw_progress_bars_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, on_terminal: bool) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    reading, writing = os.openpty() if on_terminal else os.pipe()
+    monkeypatch.setattr(logs.os, "isatty", lambda fd, isatty=os.isatty: isatty(writing if fd == 2 else fd))
+    look = (sys.executable, "-c", "import os, sys; sys.exit('TQDM_DISABLE' not in os.environ)")
+
+    async def status() -> int:
+        return await (await start_child("engine", look, subprocess.DEVNULL)).wait()
+
+    assert asyncio.run(status()) == on_terminal
+    os.close(reading)
+    os.close(writing)

@@ -1,4 +1,4 @@
-"""Compiles many programs at start-up: in parallel, with a progress bar, from the persistent cache where it can.
+"""Compiles many programs at start-up: in parallel, showing how far it is, from the persistent cache where it can.
 
 Knows nothing about steps or buckets. Tracing holds Python's lock, so it stays in the calling thread and feeds threads
 in which XLA compiles. Called by `programs` and `engine`.
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from jaxsgl.hosts.group import processors
 from pallas_kernels.own_folder import own_folder
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+REPORT_S = 10.0  # between two lines of the log about programs that are being compiled
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -97,18 +98,39 @@ def compile_all(
     lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]], *, progress: bool, threads: int | None = None
 ) -> dict[KeyT, Compilation]:
     """Lowers each program here, and compiles them in so many `threads`; None: as many as there are processors."""
-    draws = progress and len(lowerings) > 0
-    bar = tqdm(total=len(lowerings), desc="compiling", unit="program", file=sys.stderr, disable=not draws)
-    with bar, ThreadPoolExecutor(threads or processors(), thread_name_prefix="compile") as pool:
+    shown = _showing(len(lowerings)) if progress and lowerings else nullcontext(lambda: None)
+    with shown as count, ThreadPoolExecutor(threads or processors(), thread_name_prefix="compile") as pool:
         futures: dict[KeyT, Future[Compilation]] = {}
         for key, lower in lowerings.items():
             start_s = time.monotonic()
             lowered = lower()
             futures[key] = pool.submit(_compile, lowered, time.monotonic() - start_s)
-            futures[key].add_done_callback(lambda _: bar.update())
+            futures[key].add_done_callback(lambda _: count())
         if wait(futures.values(), return_when=FIRST_EXCEPTION).not_done:
             pool.shutdown(cancel_futures=True)
         return {key: future.result() for key, future in futures.items()}
+
+
+@contextmanager
+def _showing(total: int) -> Iterator[Callable[[], object]]:
+    """Gives what counts a program, in any thread: by a progress bar, or by lines of the log where bars are off."""
+    if not os.environ.get("TQDM_DISABLE"):
+        with tqdm(total=total, desc="compiling", unit="program", file=sys.stderr) as bar:
+            yield bar.update
+        return
+    lock, done, reported_s = threading.Lock(), 0, time.monotonic()
+
+    def count() -> None:
+        nonlocal done, reported_s
+        with lock:
+            done += 1
+            now_s = time.monotonic()
+            if now_s - reported_s < REPORT_S:
+                return
+            reported_s = now_s
+            logger.info("compiling: %d of %d programs", done, total)
+
+    yield count
 
 
 def _compile(lowered: jax.stages.Lowered, lower_s: float) -> Compilation:

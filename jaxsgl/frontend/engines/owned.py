@@ -44,6 +44,8 @@ async def start_child(
     """
     # It doesn't need the keys, and might show them in a crash report.
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_API_KEY")}
+    if not logs.are_read_on_terminal():
+        environment.setdefault("TQDM_DISABLE", "1")  # a file would keep each state of a progress bar, all in one line
     stderr = logs.child_stderr(name)
     try:
         return await asyncio.create_subprocess_exec(
