@@ -54,6 +54,7 @@ from jaxsgl.engine.start.sizing import (
     choose_states,
     few_sizes,
     plan_capacity,
+    slow_images,
 )
 from jaxsgl.engine.start.warmup import CompileCounter
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv, allocate_running
@@ -163,6 +164,8 @@ class Engine:
             "the weights and the KV pool",
             len(self.compiled), self.info.warmup_s, self.programs.step_bytes / 2**20,
         )  # fmt: skip
+        if (warning := slow_images(config, self.capacity.tower)) is not None:
+            logger.warning(warning)
 
     def _run_each_once(self, config: EngineConfig, opened: Opened, account: str, *, checks_tokens: bool) -> None:
         """Runs every program before a request needs it. Raises `StartupError`, with the `account` of the memory."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxsgl
-from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.layer_state import LayerStates, attention_state, layer_states
 from jaxsgl.engine.start.memory import HEADROOM, Memory, free_host_bytes, free_memory
@@ -20,6 +20,7 @@ from jaxsgl.engine.start.sizing import (
     choose_pages,
     choose_states,
     media_limits,
+    slow_images,
     tower_capacity,
 )
 from jaxsgl.engine.state import allocate_kv
@@ -228,3 +229,17 @@ def test_pictures_of_a_request_may_fill_its_context_within_the_flag(
     limits = media_limits(config, arch, tower_capacity(config, arch, "cpu"))
     assert limits is not None
     assert (limits.max_request_patches, limits.max_items) == (4 * max_tokens, max_items)
+
+
+@pytest.mark.parametrize(
+    ("max_itl_ms", "num_devices", "shares", "is_told"),
+    [(30, 2, True, True), (30, 2, False, False), (30, 1, True, False), (None, 2, True, False)],
+)
+def test_sharing_images_says_that_it_breaks_the_bound_on_the_time_between_tokens(
+    max_itl_ms: float | None, num_devices: int, shares: bool, is_told: bool
+) -> None:
+    tower = VisionArch(1, 8, 1, 8, BUNDLED.hidden_size, 16, 2, 3, 2, 8, (), image_token_id=1, video_token_id=2)
+    scheduling = SchedulingConfig(max_itl_ms=max_itl_ms)
+    config = EngineConfig(tp=num_devices, vision=VisionConfig(mm_enable_dp_encoder=shares), scheduling=scheduling)
+    warning = slow_images(config, tower_capacity(config, replace(BUNDLED, vision=tower), "cpu"))
+    assert (warning is not None and warning.startswith("--max-itl-ms 30 doesn't hold")) == is_told

@@ -262,6 +262,16 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     )
 
 
+def slow_images(config: EngineConfig, tower: TowerCapacity | None) -> str | None:
+    """Says that large images may exceed --max-itl-ms, where devices share images; None: they need not."""
+    if tower is None or tower.sliced_from is None or tower.num_bins == 1:
+        return None
+    return (
+        f"--max-itl-ms {config.scheduling.max_itl_ms:g} doesn't hold while a large image is encoded, since "
+        "--mm-enable-dp-encoder encodes it in one piece; without that flag large images are encoded in parts"
+    )
+
+
 def media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
     """What pictures and videos a request may have; None if the model has no tower.
 
