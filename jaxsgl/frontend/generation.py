@@ -288,9 +288,13 @@ class Generator:
                 if prompted.sampling.stop or prompted.sampling.stop_regex:
                     model.tokenizer.check_text_comes_back("stop strings and stop_regex")
             samplings = await self._read_samplings([prompted.sampling for prompted in prompteds])
-            read = await self._read_all(
-                [prompted.prompt for prompted in prompteds], 1 if prompteds[0].options.pooling is None else 0
-            )
+            try:
+                read = await self._read_all(
+                    [prompted.prompt for prompted in prompteds], 1 if prompteds[0].options.pooling is None else 0
+                )
+            except InvalidRequest:
+                with self.telling_other_legs(self._unread(prompteds, samplings)):
+                    raise
             predictions = [await self._read_prediction(prompted.options.prediction) for prompted in prompteds]
             limits, requests, pause = model.info.limits, list[Request](), Pause()
             for prompted, sampling, (ids, media), prediction in zip(
@@ -304,6 +308,18 @@ class Generator:
                 check_num_scores(requests, limits)
             self._metrics.prepare_s.observe(self._metrics.clock() - start_s, len(requests))
             return requests
+
+    def _unread(self, prompteds: Sequence[Prompted], samplings: Sequence[SamplingParams]) -> list[Request]:
+        """The legs of prompts of a call that could not be read, as far as the ids are known, by which rooms are named.
+
+        Contexts of the two servers may differ, and gateways send ids.
+        """
+        legs = [
+            (prompted, sampling, list(prompted.prompt.ids))
+            for prompted, sampling in zip(prompteds, samplings, strict=True)
+            if prompted.options.room is not None and isinstance(prompted.prompt, IdsPrompt)
+        ]
+        return [self._request(prompted, sampling, ids, (), []) for prompted, sampling, ids in legs]
 
     @contextlib.contextmanager
     def telling_other_legs(self, requests: Sequence[Request]) -> Iterator[None]:

@@ -108,12 +108,20 @@ def test_the_grammar_of_a_chat_is_left_to_decode(tokenizer: Tokenizer, asked: di
     assert at_decode.grammar is not None and at_decode.max_tokens == 9
 
 
-@pytest.mark.parametrize("given", [{"stop_token_ids": [10**6]}, {"logit_bias": {"1000000": 1}}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop_token_ids": [10**6]},
+        {"logit_bias": {"1000000": 1}},
+        {"prompt": [[5], [6] * INFO.limits.context_length]},
+    ],
+)
 def test_the_server_of_the_other_leg_is_told_of_what_the_front_end_refuses(
     tokenizer: Tokenizer, given: dict[str, Any]
 ) -> None:
     link, rooms = PlayedLink(), {name: [value, value] for name, value in ROOM.items()}
-    body = CompletionRequest.model_validate({"prompt": [[5], [6]], **rooms, **given})
+    prompts = given.get("prompt", [[5], [6]])
+    body = CompletionRequest.model_validate({**rooms, **given, "prompt": prompts})
 
     async def answer() -> None:
         with ThreadPoolExecutor(1) as threads:
@@ -122,8 +130,5 @@ def test_the_server_of_the_other_leg_is_told_of_what_the_front_end_refuses(
     with pytest.raises(InvalidRequest) as refusal:
         asyncio.run(asyncio.wait_for(answer(), 5.0))
     sent = [message for message in link.sent if isinstance(message, Request)]
-    assert [(message.prompt_ids, message.refused) for message in sent] == [
-        ([5], str(refusal.value)),
-        ([6], str(refusal.value)),
-    ]
+    assert [(message.prompt_ids, message.refused) for message in sent] == [(ids, str(refusal.value)) for ids in prompts]
     assert not link.num_open
