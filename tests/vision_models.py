@@ -23,7 +23,11 @@ VIDEO_START, VIDEO_END = 245, 246  # around the frames of a video that the model
 PATCH_LEN = 3 * 2 * 4 * 4
 SQUARE: Grid = (1, 8, 8)  # the one grid of Gemma 3's images, and of InternVL's tiles
 # Grids of images that are seen whole, 4 to 16 tokens.
-WHOLE_GRIDS: dict[str, list[Grid]] = {"gemma3": [SQUARE], "gemma4": [(1, 12, 12), (1, 6, 9), (1, 3, 12)]}
+WHOLE_GRIDS: dict[str, list[Grid]] = {
+    "gemma3": [SQUARE],
+    "gemma4": [(1, 12, 12), (1, 6, 9), (1, 3, 12)],
+    "gemma4_unified": [(1, 4, 4), (1, 2, 3), (1, 1, 9)],
+}
 
 # All sizes differ, and no two axes of a tensor can be mistaken for each other.
 VISION: dict[str, Any] = {
@@ -126,6 +130,7 @@ AHEAD_IN_WINDOWS: dict[str, Any] = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 100000.0},
     },
 }  # fmt: skip
+WITHOUT_LAYERS = {key: value for key, value in AHEAD_IN_WINDOWS.items() if key != "hidden_size_per_layer_input"}
 OF_LAYERS: dict[str, Any] = {
     **AHEAD_IN_WINDOWS, "use_bidirectional_attention": None, "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2, "pad_token_id": 3,
@@ -156,6 +161,11 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3": (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration, WHOLE),
     "gemma4": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration, AHEAD_IN_WINDOWS),
     "gemma4_small": (transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration, OF_LAYERS),
+    "gemma4_unified": (
+        transformers.Gemma4UnifiedConfig,
+        transformers.Gemma4UnifiedForConditionalGeneration,
+        WITHOUT_LAYERS,
+    ),
     "glm4v": (transformers.Glm4vConfig, transformers.Glm4vForConditionalGeneration, IN_PART),
     "glm4v_moe": (
         transformers.Glm4vMoeConfig,
@@ -200,7 +210,9 @@ OF_GEMMA4 = ("gemma4", "gemma4_small")
 OF_GLM = ("glm4v", "glm4v_moe", "glm_ocr", "glm46v")
 OF_IDEFICS = ("idefics3", "smolvlm")
 # Transformers' types.
-WITH_PICTURES = ("aya_vision", "mistral3", "gemma3", "gemma4", "internvl", "lighton_ocr", "llava", *OF_IDEFICS)
+WITH_PICTURES = (
+    "aya_vision", "mistral3", "gemma3", "gemma4", "gemma4_unified", "internvl", "lighton_ocr", "llava", *OF_IDEFICS,
+)  # fmt: skip
 OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
 # Towers that differ from `VISION`.
@@ -258,6 +270,9 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
         for kind in OF_GEMMA4
     },
+    "gemma4_unified": {
+        "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 32, "patch_size": 2, "pooling_kernel_size": 2,
+    },
     **{
         kind: {
             "depth": 4, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64,
@@ -276,7 +291,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
 # Patches along the sides of a token, unless two.
-MERGES = dict.fromkeys(OF_GEMMA4, 3) | dict.fromkeys((*OF_PIXTRAL, *OF_CLIP), 1)
+MERGES = dict.fromkeys(OF_GEMMA4, 3) | dict.fromkeys(("gemma4_unified", *OF_PIXTRAL, *OF_CLIP), 1)
 SECONDS = 0.25  # between temporal patches of videos
 # Positions between them, of models whose videos are one run.
 APART = {"qwen2_vl": 1.0, "qwen2_5_vl": 3 * SECONDS}
@@ -310,7 +325,7 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
         ids |= {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     if kind == "gemma3":
         ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 16}
-    if kind in OF_GEMMA4:
+    if kind.startswith("gemma4"):
         ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "boi_token_id": START, "eoi_token_id": END}
     if kind in WITH_TILES:
         ids = {"image_token_id": IMAGE, "image_seq_length": 16, "tie_word_embeddings": kind == "internvl_llama"}
@@ -444,8 +459,8 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
 
 def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
     """What transformers' models of `WITH_PICTURES` take of images: padded pixels, and sizes, or patches' places."""
-    if model.config.model_type == "gemma4":
-        return places_of(media)
+    if model.config.model_type.startswith("gemma4"):
+        return places_of(media, 3 if model.config.model_type == "gemma4" else 1)
     if model.config.model_type == "paddleocr_vl":
         return line_by_line(model, media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
@@ -470,14 +485,14 @@ def line_by_line(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
     return {"pixel_values": torch.cat(lines), "image_grid_thw": torch.tensor([item.grid for item in media])}
 
 
-def places_of(media: Sequence[MediaItem]) -> dict[str, Any]:
+def places_of(media: Sequence[MediaItem], merge: int) -> dict[str, Any]:
     """What Gemma 4 takes of images: padded patches, whose numbers lie pixel by pixel, and where each is."""
     most = max(item.num_patches for item in media)
     pixels, places = torch.zeros(len(media), most, PATCH_LEN // 2), torch.full((len(media), most, 2), -1)
     for index, item in enumerate(media):
         by_channel = torch.tensor(patches_of(item).astype(np.float32) / 255).reshape(item.num_patches, 3, -1)
         pixels[index, : item.num_patches] = by_channel.transpose(1, 2).reshape(item.num_patches, -1)
-        squares = np.indices(item.grid[1:]).reshape(2, item.grid[1] // 3, 3, item.grid[2] // 3, 3)
+        squares = np.indices(item.grid[1:]).reshape(2, item.grid[1] // merge, merge, item.grid[2] // merge, merge)
         rows, columns = torch.tensor(squares.transpose(0, 1, 3, 2, 4).reshape(2, -1))
         places[index, : item.num_patches] = torch.stack([columns, rows], dim=1)
     return {"pixel_values": pixels, "image_position_ids": places}

@@ -24,8 +24,10 @@ Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; their mean,
 # normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; a matrix to the
 # decoder's size with a bias, another one with a norm behind it, and an MLP with gates; or a norm of the whole square
-# and an MLP of the decoder's size.
-Merging: TypeAlias = Literal["mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved"]
+# and an MLP of the decoder's size. "normed" is a norm without scales, and a matrix.
+Merging: TypeAlias = Literal[
+    "mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved", "normed"
+]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
 Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
@@ -125,6 +127,8 @@ class VisionFamily:
       turns: see `VisionArch`.
       has_lines, ahead: see `VisionArch`.
       ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
+      ahead_told: what it says where it is missing.
+      encoder_free: there are no layers. A patch is a whole square, whose pixels pass a norm before their product.
       frames: in a patch, where config.json doesn't say it.
       frames_told: config.json may say it; else what it says means nothing.
       mean, std: see `VisionArch`.
@@ -171,6 +175,8 @@ class VisionFamily:
     has_lines: bool = False
     ahead: Ahead = "nowhere"
     ahead_key: str | None = None
+    ahead_told: str | None = None
+    encoder_free: bool = False
     frames: int = 2
     frames_told: bool = True
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)

@@ -255,7 +255,7 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     if config.get("model_type") == "gemma3":
         return _of_gemma3(folder, config, vision, image)
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
-    if config.get("model_type") == "gemma4":
+    if config.get("model_type") in ("gemma4", "gemma4_unified"):
         return _of_gemma4(folder, config, vision, image, video)
     if config.get("model_type") == "internvl":
         return _of_internvl(folder, config, vision, image, video)
@@ -524,7 +524,7 @@ def _of_gemma3(
 def _of_gemma4(
     folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], video: dict[str, Any]
 ) -> ProcessorSettings:
-    """Pictures and frames that fill a number of tokens; the tower normalizes."""
+    """Pictures and frames that fill a number of tokens; the tower normalizes. Without layers, a token is a patch."""
     patch_size, merge = vision.get("patch_size", 16), vision.get("pooling_kernel_size", 3)
     same = {"patch_size": patch_size, "pooling_kernel_size": merge}
     for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
@@ -537,10 +537,11 @@ def _of_gemma4(
             PixelSettings(square, int(values.get("max_soft_tokens") or tokens) * square, _HALF, _HALF)
             for values, tokens in ((image, 280), (video, 70))
         )
+        is_free = config["model_type"] == "gemma4_unified"
         return ProcessorSettings(
-            patch_size=patch_size,
+            patch_size=patch_size * merge if is_free else patch_size,
             temporal_patch_size=1,
-            merge_size=merge,
+            merge_size=1 if is_free else merge,
             image=pixels,
             video=frame,
             image_token_id=config.get("image_token_id", 258_880),

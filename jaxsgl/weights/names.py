@@ -529,6 +529,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Gemma3ForConditionalGeneration": _GEMMA,
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4,
 }
 
 

@@ -398,6 +398,17 @@ def patches_by_pixel(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[P
     yield Piece((), by_pixel.transpose(0, 2, 1).reshape(tensors[0].shape))
 
 
+def pixels_by_channel(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The same of what pixels of a patch have, `[C]`."""
+    assert arch.vision is not None
+    yield Piece((), tensors[0].reshape(-1, arch.vision.channels).transpose(1, 0).reshape(-1))
+
+
+def table_by_axis(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Tables `[rows, n, M]` of n axes, one after the other."""
+    yield Piece((), tensors[0].transpose(1, 0, 2).reshape(-1, tensors[0].shape[-1]))
+
+
 def one_table(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Tables `[n, rows, M]`, one after the other."""
     yield Piece((), tensors[0].reshape(-1, tensors[0].shape[-1]))

@@ -41,6 +41,7 @@ _BESIDE_TOWER = {
     "PaddleOCRVLForConditionalGeneration": ("model.visual.", "model.projector."),
     "LightOnOcrForConditionalGeneration": ("model.vision_encoder.", "model.vision_projection."),
     "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
+    "Gemma4UnifiedForConditionalGeneration": ("model.vision_embedder.", "model.embed_vision."),
     "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
 }
 _NEVER_SERVED = ("model.audio_tower.", "model.embed_audio.")

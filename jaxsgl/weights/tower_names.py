@@ -171,6 +171,16 @@ _GEMMA4: dict[str, _Of] = {
     "merger.fc1": _Of(("model.embed_vision.embedding_projection",), ("D", "VM")),
 }
 
+_OF_PIXELS = "model.vision_embedder."
+_GEMMA4_UNIFIED: dict[str, _Of] = {
+    "pixel_norm": _Of((_OF_PIXELS + "patch_ln1",), ("VC",), pieces.pixels_by_channel),
+    "patches": _Of((_OF_PIXELS + "patch_dense",), ("VM", "VC"), pieces.patches_by_pixel),
+    "norm0": _Of((_OF_PIXELS + "patch_ln2",), ("VM",)),
+    "positions": _Of((_OF_PIXELS + "pos_embedding",), ("VA", "V2", "VM"), pieces.table_by_axis, ending=""),
+    "norm3": _Of((_OF_PIXELS + "pos_norm",), ("VM",)),
+    "merger.fc1": _Of(("model.embed_vision.embedding_projection",), ("D", "VM")),
+}
+
 _LISTED = _TOWER + "encoder.layer.{}."
 _INTERNVL: dict[str, _Of] = {
     "patches": _Of((_TOWER + "embeddings.patch_embeddings.projection",), ("VM", "VI", "VP", "VP"), pieces.flat_patches),
@@ -198,6 +208,7 @@ _TOWERS = {
     "Exaone4_5_ForConditionalGeneration": _QWEN2_5_VL,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4_UNIFIED,
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
     "GlmOcrForConditionalGeneration": _GLM_OCR,
@@ -243,7 +254,9 @@ def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
     of = _TOWERS.get(arch.name, _QWEN3_VL)[own.removesuffix("_bias")]
     ending, axes, of_row = of.ending, of.axes, of.pieces
     if is_bias:
-        ending, axes, of_row = ".bias", of.axes[:1], pieces.as_is if len(of.names) == 1 else pieces.in_rows
+        ending, axes = ".bias", of.axes[:1]
+        if of_row is not pieces.pixels_by_channel:
+            of_row = pieces.as_is if len(of.names) == 1 else pieces.in_rows
     if "{}" not in of.names[0]:
         return Recipe(tuple(Source(name + ending, axes) for name in of.names), of_row)
     count = len(arch.vision.deepstack_layers) if own.startswith("deepstack.") else arch.vision.num_layers

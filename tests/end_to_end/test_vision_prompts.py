@@ -365,18 +365,39 @@ def test_pictures_of_gemma_3_give_transformers_tokens(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_a_picture_and_a_video_of_gemma_4_give_transformers_tokens(tmp_path: Path) -> None:
+def of_whole_squares(cut: dict[str, Any]) -> dict[str, Any]:
+    """What `patches_merge` of Gemma 4's unified form makes of patches of 2 x 2 pixels: squares of 2 x 2 of them.
+
+    Its image processor needs torchvision; sizes are those of Gemma 4's.
+    """
+    made, places = [], []
+    for patches, at in zip(cut["pixel_values"], cut["image_position_ids"], strict=True):
+        columns, rows = (int(most) + 1 for most in at.max(dim=0).values)
+        squares = patches[: rows * columns].reshape(rows // 2, 2, columns // 2, 2, 2, 2, 3)
+        made.append(squares.permute(0, 2, 1, 4, 3, 5, 6).reshape(-1, 48))
+        across, down = torch.meshgrid(torch.arange(columns // 2), torch.arange(rows // 2), indexing="xy")
+        places.append(torch.stack([across, down], dim=-1).reshape(-1, 2))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {**cut, "pixel_values": pad(made, True), "image_position_ids": pad(places, True, -1)}
+
+
+@pytest.mark.parametrize("kind", daily(["gemma4_unified", "gemma4"], every=2))
+def test_a_picture_and_a_video_of_gemma_4_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
     """In a text and among ids: each frame has its time in words before it, and the second one a space before these."""
-    model = make_model(tmp_path, "gemma4")
+    sizes_of = {"patch_size": 4} if kind == "gemma4" else {"patch_size": 2, "pooling_kernel_size": 2}
+    windows = {} if kind == "gemma4" else {"sliding_window": 70}  # which hold an image
+    model = make_model(tmp_path, kind, **windows)
     write_words(
         tmp_path, {IMAGE: "<|image|>", VIDEO: "<|video|>", START: "<|image>", END: "<image|>", 90: "00:00", 91: "00:01"}
     )
-    processor = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, do_normalize=False)
+    processor = Gemma4ImageProcessorPil(**sizes_of, max_soft_tokens=70, do_normalize=False)
     (tmp_path / "processor_config.json").write_text(
-        json.dumps({"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "do_normalize": False}})
+        json.dumps({"image_processor": {"max_soft_tokens": 70, "do_normalize": False} | sizes_of})
     )
     image, frames = picture(100, 42), [picture(48, 48, seed=i) for i in range(3)]
-    cut, of_frames = (processor(images=given, return_tensors="pt") for given in ([image], frames))
+    cut, of_frames = (dict(processor(images=given, return_tensors="pt")) for given in ([image], frames))
+    if kind == "gemma4_unified":
+        cut, of_frames = map(of_whole_squares, (cut, of_frames))
     media = {
         "pixel_values": cut["pixel_values"], "image_position_ids": cut["image_position_ids"],
         "pixel_values_videos": of_frames["pixel_values"], "video_position_ids": of_frames["image_position_ids"],
@@ -386,8 +407,9 @@ def test_a_picture_and_a_video_of_gemma_4_give_transformers_tokens(tmp_path: Pat
     words = [11, START, IMAGE, END, 23]
     words += [token for time in (90, 90, 91) for token in (time, START, VIDEO, END)]
     prompt = [token for token in [*words, 35] for _ in range(counts.get(token, 1))]
+    most = 140 * MERGES.get(kind, 2) ** 2
     sizes = SIZES | {"extend_buckets": (96,), "chunked_prefill_size": 96, "context_length": 512}
-    llm = jaxsgl.LLM(str(tmp_path), **sizes | {"vision": VisionConfig(mm_pool_tokens=512, mm_max_patches=1260)})
+    llm = jaxsgl.LLM(str(tmp_path), **sizes | {"vision": VisionConfig(mm_pool_tokens=512, mm_max_patches=most)})
     data = {"image": file_of(image), "video": [[file_of(frame) for frame in frames]]}
     for form in ({"prompt": "11 <|image|> 23 <|video|> 35"}, {"prompt_token_ids": [11, IMAGE, 23, VIDEO, 35]}):
         (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)

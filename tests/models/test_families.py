@@ -45,7 +45,9 @@ UNTRIED = {
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
-    **dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), ("num_hidden_layers", "per_layer_config")),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_small", "gemma4_moe", "gemma4_unified"), ("num_hidden_layers", "per_layer_config")
+    ),
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
@@ -173,6 +175,7 @@ def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path)
         ("InternVLForConditionalGeneration", "internvl", "qwen2"),
         ("Gemma3ForConditionalGeneration", "gemma3", "gemma3"),
         ("Gemma4ForConditionalGeneration", "gemma4", "gemma4"),
+        ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "gemma4_unified"),
         ("Qwen3_5ForConditionalGeneration", "qwen3_5", "qwen3_5"),
     ],
 )

@@ -493,6 +493,12 @@ def test_the_files_of_gemma_4_are_understood(files: dict[str, Any], tmp_path: Pa
     assert load_settings(write(tmp_path, config=GEMMA4, **files)) == FILLED
 
 
+def test_tokens_of_gemma_4_without_layers_are_its_patches(tmp_path: Path) -> None:
+    files = {"processor_config": {"image_processor": GEMMA4_IMAGE, "video_processor": GEMMA4_VIDEO}}
+    found = load_settings(write(tmp_path, config=GEMMA4 | {"model_type": "gemma4_unified"}, **files))
+    assert found == replace(FILLED, patch_size=48, merge_size=1)
+
+
 @pytest.mark.parametrize(
     ("image", "video", "message"),
     [

@@ -24,6 +24,7 @@ from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import KvHeads
+from jaxsgl.models.vision.arch import VisionArch
 from jaxsgl.requests.media import TOKENS_OF_ITEM, MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
 from pallas_kernels.kept_heads import KeptHeads
@@ -157,6 +158,7 @@ def plan_capacity(
     max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length)
     if tower is not None and arch.vision is not None and arch.vision.sees_ahead:
         _check_whole_images(config, tower.image_tokens, max_extend_tokens, num_rows)
+        _check_windows(arch, arch.vision, tower.image_tokens)
     rows_bytes = (
         edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
@@ -246,7 +248,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
             "raise it, or serve text alone with --language-only"
         )
     largest = min(vision.image_tokens * square, max_patches)
-    is_sliced = vision.has_tower and config.scheduling.max_itl_ms is not None
+    is_sliced = vision.has_tower and vision.num_layers > 0 and config.scheduling.max_itl_ms is not None
     host_mib = HOST_MIB.get(platform, OTHER_HOST_MIB) if flags.mm_host_mib is None else flags.mm_host_mib
     return TowerCapacity(
         shape,
@@ -322,6 +324,16 @@ def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, conte
         return max(context_length, min(scheduling.max_prefill_tokens, num_rows * context_length)) + decodes
     least = 2 * num_rows if config.num_ranks > 1 else 1  # all rows of a rank may decode while it or another extends
     return max(min(chunk // config.num_ranks, context_length, scheduling.max_prefill_tokens + decodes), least)
+
+
+def _check_windows(arch: ModelArch, vision: VisionArch, image_tokens: int) -> None:
+    """Raises `ConfigError` for windows that don't hold an image, whose tokens see all of it in all layers."""
+    windows = [layer.window for layer in arch.layers if layer.window is not None]
+    if vision.ahead == "everywhere" and windows and image_tokens > min(windows):
+        raise ConfigError(
+            f"an image may have {image_tokens} tokens, but windows have {min(windows)}: lower --mm-max-patches to "
+            f"{min(windows) * vision.merge_size**2}, or serve text alone with --language-only"
+        )
 
 
 def _check_whole_images(config: EngineConfig, image_tokens: int, max_extend_tokens: int, num_rows: int) -> None:

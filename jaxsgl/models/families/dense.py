@@ -8,6 +8,7 @@ from typing import Any
 from jaxsgl.models.families.towers import (
     EXAONE_TOWER,
     GEMMA4_TOWER,
+    GEMMA4_UNIFIED_TOWER,
     GLM4V_TOWER,
     GLM_OCR_TOWER,
     IDEFICS3_TOWER,
@@ -181,6 +182,36 @@ _GEMMA4 = Family(
                 "rope_theta": 1_000_000.0,
             },
         },
+    },
+)
+
+# What Gemma 4's configurations say of parts that aren't the decoder's.
+_GEMMA4_PARTS = {
+    "audio_config",
+    "audio_token_id",
+    "boa_token_id",
+    "boi_token_id",
+    "default_output_length",
+    "eoa_token_id",
+    "eoa_token_index",
+    "eoi_token_id",
+    "global_head_dim",
+    "image_seq_length",
+    "image_token_id",
+    "max_position_embeddings",
+    "video_seq_length",
+    "video_token_id",
+    "vision_soft_tokens_per_image",
+}
+# Gemma 4 12B, without embeddings of layers and experts.
+_GEMMA4_UNIFIED = replace(
+    _GEMMA4,
+    moe=None,
+    defaults={
+        **{key: value for key, value in _GEMMA4.defaults.items() if not key.endswith("_per_layer_input")},
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
     },
 )
 
@@ -546,24 +577,15 @@ DENSE: dict[str, Family] = {
         section="text_config",
         ties_whole=True,
         vision=GEMMA4_TOWER,
-        ignored=_GEMMA4.ignored
-        | {
-            "audio_config",
-            "audio_token_id",
-            "boa_token_id",
-            "boi_token_id",
-            "default_output_length",
-            "eoa_token_id",
-            "eoa_token_index",
-            "eoi_token_id",
-            "global_head_dim",
-            "image_seq_length",
-            "image_token_id",
-            "max_position_embeddings",
-            "video_seq_length",
-            "video_token_id",
-            "vision_soft_tokens_per_image",
-        },
+        ignored=_GEMMA4.ignored | _GEMMA4_PARTS,
+    ),
+    "Gemma4UnifiedForCausalLM": _GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": replace(
+        _GEMMA4_UNIFIED,
+        section="text_config",
+        ties_whole=True,
+        vision=GEMMA4_UNIFIED_TOWER,
+        ignored=_GEMMA4.ignored | _GEMMA4_PARTS | {"model_patch_size"},
     ),
     "Glm4vForConditionalGeneration": _GLM4V,
     "GlmOcrForConditionalGeneration": replace(

@@ -304,6 +304,34 @@ GEMMA4_TOWER = VisionFamily(
     },
 )
 
+# Gemma 4 12B's, which has no layers.
+GEMMA4_UNIFIED_TOWER = VisionFamily(
+    258_880,
+    258_884,
+    deepstack_layers=None,
+    sections=None,
+    first_norm=True,
+    last_norm=True,
+    norm_eps=1e-5,
+    positions="axes",
+    merger="normed",
+    turns=False,
+    ahead="everywhere",
+    ahead_key="use_bidirectional_attention",
+    ahead_told="vision",
+    encoder_free=True,
+    frames=1,
+    mean=(0.0, 0.0, 0.0),
+    std=(1.0, 1.0, 1.0),
+    own_pixels=True,
+    keys={
+        "hidden_size": "mm_embed_dim",
+        "spatial_merge_size": "pooling_kernel_size",
+        "position_embedding_size": "mm_posemb_size",
+    },
+    defaults={"mm_embed_dim": 3840, "mm_posemb_size": 1120, "patch_size": 16, "pooling_kernel_size": 3},
+)
+
 INTERNVL_TOWER = VisionFamily(
     151_667,
     None,

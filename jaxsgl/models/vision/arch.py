@@ -31,7 +31,7 @@ class VisionArch:
     (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, or InternVL.
 
     Attributes:
-      num_layers, hidden_size, num_heads, ffn_size: L, M, N, F.
+      num_layers, hidden_size, num_heads, ffn_size: L, M, N, F. Without layers N and F mean nothing.
       out_size: D of the decoder, whose tokens the tower makes.
       patch_size: pixels along the sides of a patch.
       temporal_patch_size: frames in a patch.
@@ -46,6 +46,7 @@ class VisionArch:
       gated: MLPs have a gate next to what they go through.
       root_norms: norms divide by the root of the mean square, and have no biases; else by the deviation, and have them.
       patch_bias, layer_bias, merger_bias: the product with pixels has a bias; those of layers; those of the merger.
+      pixel_norm: pixels of a patch pass a norm before their product.
       first_norm, last_norm: patches pass a norm before the first layer, or after the last one.
       first_norm_last: the first one comes after learned positions, and class tokens pass it, too.
       sandwich: what attention and the MLP make passes a norm before it is added.
@@ -65,8 +66,8 @@ class VisionArch:
         norm and a product; a product with their mean, which passes a norm before or ("scaled") is scaled by sqrt(M) and
         passes a norm without scales; ("gated") an MLP with gates after two products, of which the first has a bias, and
         the second a norm and GELU after it; ("product") a product alone; or ("square") a norm of all numbers of the
-        square, and an MLP whose width is D, as that of "plain" is; or ("halved") that norm, and an MLP of which the
-        second half is the gate.
+        square, and an MLP whose width is D, as that of "plain" is; ("halved") that norm, and an MLP of which the second
+        half is the gate; or ("normed") a norm without scales, and a product.
       merger_ffn_size: F of an MLP with gates, both halves together; 0: it follows from other sizes.
       centred: what the merger makes loses its mean, which norms of the decoder would take away.
       standardizes: that mean has a shift and a factor, both learned.
@@ -104,6 +105,7 @@ class VisionArch:
     patch_bias: bool = True
     layer_bias: bool = True
     merger_bias: bool = True
+    pixel_norm: bool = False
     first_norm: bool = False
     first_norm_last: bool = False
     last_norm: bool = False
@@ -198,12 +200,12 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     def count(key: str, default: int | None = None) -> int:
         return config.count(family.keys.get(key, key), default)
 
-    depth, width = count("depth"), count("hidden_size")
-    patch_size = _read_side(config, "patch_size")
+    depth, width = 0 if family.encoder_free else count("depth"), count("hidden_size")
+    patch_size = _read_patch_size(config, family)
     image_side = _read_side(config, "image_size") // patch_size if family.has_one_size else 0
     if family.merger == "pooled":
         merge_size = _read_pooled(whole, image_side)
-    elif family.merger == "plain":
+    elif family.merger == "plain" or family.encoder_free:
         merge_size = 1
     else:
         beside = whole if family.merger in ("projected", "product", "halved") else config
@@ -212,8 +214,8 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     arch = VisionArch(
         num_layers=_read_num_layers(whole, family, depth),
         hidden_size=width,
-        num_heads=count("num_heads", 16),
-        ffn_size=config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4)),
+        num_heads=1 if family.encoder_free else count("num_heads", 16),
+        ffn_size=_read_ffn(config, family, width),
         out_size=_read_out_size(config, family, hidden_size),
         patch_size=patch_size,
         temporal_patch_size=config.count("temporal_patch_size", family.frames) if family.frames_told else family.frames,
@@ -231,6 +233,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         layer_bias=family.layer_bias
         and (family.layer_bias_key is None or bool(config.get(family.layer_bias_key, True))),
         merger_bias=_has_merger_bias(whole, family),
+        pixel_norm=family.encoder_free,
         first_norm=family.first_norm,
         first_norm_last=family.first_norm_last,
         last_norm=family.last_norm,
@@ -245,7 +248,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         attention_scale=family.attention_scale,
         clips=family.merger == "scaled" and bool(config.get("use_clipped_linears", False)),
         norm_eps=(norm_eps := config.number(family.keys.get("layer_norm_eps", "layer_norm_eps"), family.norm_eps)),
-        merger_eps=family.merger_eps or _merger_eps(whole, family, rms_norm_eps, norm_eps),
+        merger_eps=family.merger_eps or _merger_eps(whole, config, family, rms_norm_eps, norm_eps),
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
@@ -272,7 +275,23 @@ def _read_out_size(config: ConfigFile, family: VisionFamily, hidden_size: int) -
     return config.count(family.keys.get("out_hidden_size", "out_hidden_size"), 3584)
 
 
-def _merger_eps(whole: ConfigFile, family: VisionFamily, of_decoder: float, of_layers: float) -> float:
+def _read_patch_size(config: ConfigFile, family: VisionFamily) -> int:
+    """Pixels along the sides of a patch."""
+    side = _read_side(config, "patch_size")
+    return side * config.count(family.keys["spatial_merge_size"]) if family.encoder_free else side
+
+
+def _read_ffn(config: ConfigFile, family: VisionFamily, width: int) -> int:
+    if family.encoder_free:
+        return 0
+    return config.count(family.ffn_key) if family.ffn_key else int(width * config.number("mlp_ratio", 4))
+
+
+def _merger_eps(
+    whole: ConfigFile, config: ConfigFile, family: VisionFamily, of_decoder: float, of_layers: float
+) -> float:
+    if family.merger == "normed":
+        return config.number("rms_norm_eps", 1e-6)
     if family.merger == "halved":
         return whole.number("adapter_layer_norm_eps", 1e-6)
     return {"projected": of_decoder, "gated": MERGER_EPS, "square": MERGER_EPS}.get(family.merger, of_layers)
@@ -287,13 +306,14 @@ def _read_merger_ffn(whole: ConfigFile, config: ConfigFile, family: VisionFamily
 
 
 def _read_ahead(whole: ConfigFile, family: VisionFamily) -> Ahead:
-    holds = family.ahead_key is None or _of_decoder(whole, family.ahead_key) == "vision"
-    return family.ahead if holds else "nowhere"
+    if family.ahead_key is None or _of_decoder(whole, family.ahead_key, family.ahead_told) == "vision":
+        return family.ahead
+    return "nowhere"
 
 
-def _of_decoder(whole: ConfigFile, key: str) -> Any:
-    """A value of the object that describes the decoder, which others read; None where it is missing."""
-    return (whole.get("text_config") or {}).get(key)
+def _of_decoder(whole: ConfigFile, key: str, default: Any = None) -> Any:
+    """A value of the object that describes the decoder, which others read."""
+    return (whole.get("text_config") or {}).get(key, default)
 
 
 def _read_theta(config: ConfigFile) -> float:
@@ -375,7 +395,7 @@ def _read_table_side(config: ConfigFile, family: VisionFamily) -> int:
     if family.positions == "none":
         return 0
     if family.positions == "axes":
-        return config.count("position_embedding_size")
+        return config.count(family.keys.get("position_embedding_size", "position_embedding_size"))
     if family.positions in ("edges", "cubic"):
         return config.count("image_size") // config.count("patch_size")
     side = math.isqrt(positions := config.count("num_position_embeddings", 2304))
@@ -459,12 +479,16 @@ def _check(arch: VisionArch, config: ConfigFile, out_key: str, hidden_size: int)
             f"{config.path}: vision_config has images of {arch.image_side} x {arch.image_side} patches, whose places "
             "transformers rounds, and is not served"
         )
+    if arch.merger == "normed" and (read := config.get("output_proj_dims", arch.hidden_size)) != arch.hidden_size:
+        raise CheckpointError(
+            f"{config.path}: vision_config.output_proj_dims is {read}, but must be mm_embed_dim, {arch.hidden_size}"
+        )
     if arch.merger == "scaled":
         of_heads = {"head_dim": arch.head_dim, "num_key_value_heads": arch.num_heads, "attention_bias": False}
         for key, needed in of_heads.items():
             if config.get(key, needed) != needed:
                 raise CheckpointError(f"{config.path}: vision_config.{key} is {config.get(key)}, but must be {needed}")
-    if arch.hidden_size % arch.num_heads or arch.head_dim % 4:
+    if arch.num_layers and (arch.hidden_size % arch.num_heads or arch.head_dim % 4):
         raise CheckpointError(
             f"{config.path}: vision_config has {arch.num_heads} heads in a hidden size of {arch.hidden_size}, but "
             "needs heads whose size is a multiple of 4"

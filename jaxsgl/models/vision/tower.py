@@ -83,7 +83,7 @@ class Merger(Matrices):
         if arch.merger == "gated":
             self._declare_gated(arch, dtype, stack)
             return
-        if arch.merger not in ("plain", "product", "scaled"):
+        if arch.merger not in ("plain", "product", "scaled", "normed"):
             is_root = arch.merger == "pooled" or (arch.root_norms and arch.merger != "square")
             _norm(self, "norm", (*stack, self._normalized), dtype, is_root)
         if arch.standardizes:
@@ -94,7 +94,7 @@ class Merger(Matrices):
         read = wide if arch.merger in ("mlp", "product", "square", "halved") else arch.hidden_size
         units = arch.merger_ffn_size or (wide if arch.merger == "mlp" else out)
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
-        if arch.merger not in ("pooled", "product", "scaled"):
+        if arch.merger not in ("pooled", "product", "scaled", "normed"):
             _linear(self, "fc2", (*stack, out, units // (1 + (arch.merger == "halved"))), dtype, arch.merger_bias)
 
     def _declare_gated(self, arch: VisionArch, dtype: jnp.dtype, stack: tuple[int, ...]) -> None:
@@ -125,6 +125,8 @@ class Merger(Matrices):
             return _through(
                 self, "fc2", jax.nn.silu(_through(self, "gate", read, of)) * _through(self, "fc1", read, of), of
             )
+        if self._how == "normed":
+            return _through(self, "fc1", root_norm(x_PM, None, self._eps), of)
         if self._how == "product":
             return _through(self, "fc1", x_PM.reshape(-1, self._wide), of)
         x = x_PM
@@ -152,16 +154,27 @@ class Tower(Matrices):
 
     def __init__(self, arch: VisionArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         self.arch, self.activations = arch, activations
-        layers, m, f = arch.num_layers, arch.hidden_size, arch.ffn_size
+        layers, m = arch.num_layers, arch.hidden_size
         _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
         if arch.table_side:
             self.declare("positions", (arch.table_len, m), (None, None), dtype, None, fan_in=m)
         if arch.class_token:
             _vector(self, "class_token", (m,), dtype, mean=0.0)
             _vector(self, "class_place", (m,), dtype, mean=0.0)
+        if arch.pixel_norm:
+            _norm(self, "pixel_norm", (arch.patch_len,), dtype, arch.root_norms)
         for name, is_there in (("norm0", arch.first_norm), ("norm3", arch.last_norm)):
             if is_there:
                 _norm(self, name, (m,), dtype, arch.root_norms)
+        if layers:
+            self._declare_layers(dtype)
+        self.merger = Merger(arch, dtype, None, normalizes_squares=arch.merger in ("square", "halved"))
+        taps = len(arch.deepstack_layers)
+        self.deepstack = Merger(arch, dtype, taps, normalizes_squares=True) if taps else None
+
+    def _declare_layers(self, dtype: jnp.dtype) -> None:
+        arch = self.arch
+        layers, m, f = arch.num_layers, arch.hidden_size, arch.ffn_size
         _norm(self, "norm1", (layers, m), dtype, arch.root_norms)
         _norm(self, "norm2", (layers, m), dtype, arch.root_norms)
         if arch.sandwich:
@@ -183,9 +196,6 @@ class Tower(Matrices):
         for name, shape in shapes.items():
             if arch.gated or name != "gate":
                 _linear(self, name, (layers, *shape), dtype, arch.layer_bias and (arch.qkv_bias or name != "qkv"))
-        self.merger = Merger(arch, dtype, None, normalizes_squares=arch.merger in ("square", "halved"))
-        taps = len(arch.deepstack_layers)
-        self.deepstack = Merger(arch, dtype, taps, normalizes_squares=True) if taps else None
 
     def __call__(self, patches: Patches) -> jax.Array:
         """Rows `[P / 4, (1 + J) D]`: each token's embedding, then what deepstack adds behind the first J layers."""
@@ -234,6 +244,8 @@ class Tower(Matrices):
         scale = np.repeat(1 / (255 * std), per_channel).astype(np.float32)
         shift = np.repeat(np.asarray(arch.mean, np.float64) / std, per_channel).astype(np.float32)
         pixels = (patches.pixels.astype(jnp.float32) * scale - shift).astype(self.activations)
+        if arch.pixel_norm:
+            pixels = _normalized(self, "pixel_norm", pixels, self._of, arch.norm_eps)
         x_PM = _through(self, "patches", pixels, self._of)
         if arch.first_norm and not arch.first_norm_last:
             x_PM = _normalized(self, "norm0", x_PM, self._of, arch.norm_eps)
@@ -251,6 +263,8 @@ class Tower(Matrices):
 
     def _layers(self, x_PM: jax.Array, first: int, stop: int, around: Surroundings) -> jax.Array:
         """`x` behind the layers first .. stop - 1."""
+        if first == stop:
+            return x_PM
         x_PM = jax.lax.fori_loop(first, stop, lambda layer, x_PM: self.layer(layer, x_PM, around), x_PM)
         return x_PM
 
