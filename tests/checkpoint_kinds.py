@@ -49,6 +49,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -489,6 +491,27 @@ FAMILIES: dict[str, Kind] = {
             **_GEMMA,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    # The last token and those after it have the first one's embeddings of layers.
+    "gemma3n": (
+        Gemma3nTextConfig,
+        Gemma3nForCausalLM,
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", *_MIXED_TYPES],
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.6, 0.0, 0.8, 0.0, 0.5],
+            "altup_num_inputs": 3,
+            "laurel_rank": 18,
+            "hidden_size_per_layer_input": 14,
+            "vocab_size_per_layer_input": 190,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
             },
         },

@@ -41,6 +41,8 @@ def make_checkpoint(
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+                if "modality_router" in name:
+                    parameter.mul_(parameter.shape[-1] ** 0.5)  # else streams hardly depend on each other
                 if "olmo" in kind and "embed" in name:
                     parameter.mul_(8)  # else the normalized updates hide which token it is
         for name, buffer in model.named_buffers():

@@ -107,7 +107,9 @@ class ModelArch:
         Layers may have other kv heads (`LayerSpec.heads`).
       normalizes_values: values are brought to unit mean square, each head by itself.
       layer_factors: what a layer passes on is multiplied by a number of its own.
-      layer_vocab_size: rows that the checkpoint has of embeddings of layers, V at least; 0: layers have none.
+      layer_vocab_size: rows that the checkpoint has of embeddings of layers; 0: layers have none.
+      num_streams: S, residual streams (`models/streams.py`).
+      laurel_rank: numbers of the product that is added next to attention; 0: there is none.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
       vocab_padding: rows of embedding and head after the vocabulary, so that devices have equally many.
       head: what reads the final hidden states: the vocabulary, a classifier of the folder's labels, or nothing.
@@ -163,6 +165,8 @@ class ModelArch:
     normalizes_values: bool = False
     layer_factors: bool = False
     layer_vocab_size: int = 0
+    num_streams: int = 1
+    laurel_rank: int = 0
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
     stored_format: WeightFormat | None = None
@@ -490,6 +494,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         normalizes_values=family.normalizes_values,
         layer_factors=family.layer_factors,
         layer_vocab_size=config.get("vocab_size_per_layer_input", 0) if layers.specs[0].embedding_size else 0,
+        num_streams=config.count("altup_num_inputs") if family.several_streams else 1,
+        laurel_rank=config.count("laurel_rank") if family.several_streams else 0,
         max_context=layers.max_context,
         dtype=dtype or UNTOLD_DTYPE,
         names_dtype=dtype is not None,

@@ -46,12 +46,13 @@ from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeParams, RopeTables, tables_of
+from jaxsgl.models.streams import AltUp, Laurel, OneStream, Predicted
 from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
 from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Addend, Finished, Update, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
+from pallas_kernels.norm import Addend, Finished, Update, centred, multiplied, rms_norm, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
@@ -158,6 +159,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = _mlp(arch, spec.mlp, dtype, format_of)
         self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
         self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
+        self.laurel = Laurel(arch, dtype) if arch.laurel_rank else None
         self._shares_norm = arch.parallel == "shared norm"
 
     @property
@@ -222,6 +224,7 @@ class DecoderLayers(Matrices):
         self.activations = activations
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
+        self.streams = AltUp(arch, dtype) if arch.num_streams > 1 else OneStream(arch)
         norm_shape = (arch.hidden_size,)
         self.final_norm, self.final_norm_bias = (
             vector(norm_shape, (None,), norm_dtype(arch, dtype), mean=mean) if exists else None
@@ -239,6 +242,7 @@ class DecoderLayers(Matrices):
         tables = {key: tables_of(positions, *key) for key in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         step = _Pass(context, rows, TokensOfRanks(context.is_token, context.mlp_tokens), tables, embeddings)
+        x_TD, predicted = self.streams.opened(x_TD, vectors, rows)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, arch.norm_row("attention_norm", 0))
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
@@ -249,7 +253,7 @@ class DecoderLayers(Matrices):
                 update = self._with_experts(layer.experts, index, x_TD, update, step)
             if context.images is not None and index + 1 < context.images.num_parts:
                 update = sum_parts(update, x_TD) + context.images.part(index + 1).astype(x_TD.dtype)
-            x_TD, read_TD = self._after_layer(index, x_TD, (*before, update), step)
+            x_TD, predicted, read_TD = self._after_layer(index, x_TD, predicted, (*before, update), step)
         context.note_stream(arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
@@ -276,7 +280,13 @@ class DecoderLayers(Matrices):
             read_TD = read_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
             return x_TD, (*mixed, self._mlp(layer, index, read_TD, step))
         readers = () if step.context.adapters is not None else (layer.mlp_reader(step.kernels),)
-        x_TD, read_TD = self._add(x_TD, mixed, out_norm, next_norm, step.kernels, readers)
+        if layer.laurel is None:
+            x_TD, read_TD = self._add(x_TD, mixed, out_norm, next_norm, step.kernels, readers)
+        else:
+            assert isinstance(read_TD, jax.Array) and next_norm is not None
+            x_TD, _ = self._add(x_TD, mixed, out_norm, None, step.kernels, ())
+            x_TD = layer.laurel(x_TD, read_TD, rows.of(vectors.laurel_norm, index))
+            read_TD = next_norm(x_TD, self.arch.rms_norm_eps)
         return x_TD, (self._mlp(layer, index, read_TD, step),)
 
     def _mixed(self, index: int, read_TD: Rows, step: _Pass) -> tuple[Update, ...]:
@@ -298,9 +308,9 @@ class DecoderLayers(Matrices):
         return attention(read_TD, self.vectors, step.rows, table, place, step.context.attend, adapters, step.kernels)
 
     def _after_layer(
-        self, index: int, x_TD: jax.Array, updates: Sequence[Update], step: _Pass
-    ) -> tuple[jax.Array, Rows]:
-        """The stream after a layer, with its last `updates`, and what the next layer or the head reads of that."""
+        self, index: int, x_TD: jax.Array, predicted: Predicted, updates: Sequence[Update], step: _Pass
+    ) -> tuple[jax.Array, Predicted, Rows]:
+        """The streams after a layer, with its last `updates`, and what the next layer or the head reads of them."""
         vectors, rows = self.vectors, step.rows
         is_last = index == self.arch.num_layers - 1
         if is_last:
@@ -312,11 +322,14 @@ class DecoderLayers(Matrices):
         if not is_last and step.context.adapters is None:
             readers = self.layers[index + 1].readers(step.kernels)
         out_norm = rows.of(vectors.mlp_out_norm, self.arch.norm_row("mlp_out_norm", index))
-        if vectors.layer_factor is None:
-            return self._add(x_TD, updates, out_norm, next_norm, step.kernels, readers)
+        if self.streams.joins_norms:
+            x_TD, read_TD = self._add(x_TD, updates, out_norm, next_norm, step.kernels, readers)
+            return x_TD, predicted, read_TD
         x_TD, _ = self._add(x_TD, updates, out_norm, None, step.kernels, ())
-        x_TD = self._ended(index, x_TD, step)
-        return x_TD, x_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
+        gate = self.layers[index].embedding_gate
+        of_embedding = None if gate is None else functools.partial(self._of_embedding, gate, index, step)
+        x_TD, predicted = self.streams.after_layer(index, x_TD, predicted, of_embedding, vectors, rows)
+        return x_TD, predicted, x_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
 
     def state_tokens(self, products: Sequence[jax.Array], positions: jax.Array) -> list[StateTokens | ConvTokens]:
         """What moves the states of each layer that has some, of what these made of tokens, `[T, K', ...]` each.
@@ -372,18 +385,12 @@ class DecoderLayers(Matrices):
         of_mlp = normed(vectors.mlp_part_norm, sum_parts(of_mlp, x_TD))
         return of_mlp + normed(vectors.experts_part_norm, sum_parts(of_experts, x_TD))
 
-    def _ended(self, index: int, x_TD: jax.Array, step: _Pass) -> jax.Array:
-        """The stream at the end of a layer: with what its own embedding of the tokens adds, times its factor."""
-        gate = self.layers[index].embedding_gate
-        norm, factor = (
-            step.rows.of(stack, index) for stack in (self.vectors.embedding_norm, self.vectors.layer_factor)
-        )
-        if gate is not None:
-            assert norm is not None and step.embeddings is not None
-            added = gate(x_TD, step.embeddings[:, index], step.kernels)
-            x_TD = x_TD + rms_norm(added, scale_of(*norm, x_TD.dtype), self.arch.rms_norm_eps)
-        assert factor is not None
-        return x_TD * row_of(*factor, x_TD.dtype)
+    def _of_embedding(self, gate: EmbeddingGate, index: int, step: _Pass, x_TD: jax.Array) -> jax.Array:
+        """What the layer's own embedding of the tokens makes of a stream `[T, D]`, to be added to one."""
+        norm = step.rows.of(self.vectors.embedding_norm, index)
+        assert norm is not None and step.embeddings is not None
+        added = gate(x_TD, step.embeddings[:, index], step.kernels)
+        return rms_norm(added, scale_of(*norm, x_TD.dtype), self.arch.rms_norm_eps)
 
     def _rope_of(self, spec: LayerSpec) -> RopeKey:
         """The rope of a layer, and of how many numbers of a head it is."""

@@ -274,7 +274,9 @@ class Family:
       attention_scale: factor on scores where no key says one; None: 1 / sqrt(H).
       normalizes_values: see `ModelArch`.
       layer_factors: see `ModelArch`.
-      own_parts: layers have kv heads, embeddings and MLPs of their own, or others' keys (`own_parts_config`).
+      own_parts: layers have embeddings of their own, or others' keys; or "all", kv heads and MLPs of their own, too
+        (`own_parts_config`). None: they are alike.
+      several_streams: `altup_num_inputs`, `laurel_rank` and `activation_sparsity_pattern` hold (`models/streams.py`).
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       may_be_flat: the file itself may describe the decoder instead, or repeat what the object says.
@@ -361,7 +363,8 @@ class Family:
     attention_scale: float | None = None
     normalizes_values: bool = False
     layer_factors: bool = False
-    own_parts: bool = False
+    own_parts: Literal["embeddings and keys", "all"] | None = None
+    several_streams: bool = False
     section: str | None = None
     may_be_flat: bool = False
     tied_keys: tuple[str, ...] = ("tie_word_embeddings",)

@@ -15,7 +15,14 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family, MoeFamily, VisionFamily
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, Index, KvHeads, Latent, LayerSpec, Mixer, MoeMlp, RecurrentNet
-from jaxsgl.models.own_parts_config import check_own_ropes, check_reach, read_own_types, with_own_parts
+from jaxsgl.models.own_parts_config import (
+    check_own_ropes,
+    check_reach,
+    read_own_types,
+    with_embeddings_and_keys,
+    with_own_parts,
+    with_sparsity,
+)
 from jaxsgl.models.recurrent_config import (
     DENSE,
     EXPERTS,
@@ -62,7 +69,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         types = [FULL] * num_layers if family.side_by_side else _read_types(config, family, is_turned)
     mlps = read_mlps(config, family, num_layers) if blocks is None else _read_mlps_of(config, family.moe, blocks)
     is_turned = _turned_by_kind(config, family, types, mlps, is_turned)
-    if family.own_parts:
+    if family.own_parts == "all":
         types = read_own_types(config, types, FULL)
         check_own_ropes(config, types)
         check_reach(config)
@@ -95,7 +102,11 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         )
         for mlp, each, turned, rope, own in zip(mlps, types, is_turned, rope_of_layer, latents, strict=True)
     )
-    if family.own_parts:
+    if family.several_streams:
+        specs = with_sparsity(config, specs)
+    if family.own_parts is not None:
+        specs = with_embeddings_and_keys(config, specs, types)
+    if family.own_parts == "all":
         specs = with_own_parts(config, specs, types, FULL, heads)
     return Layers(specs, ropes, max_context, _read_next(config, family, specs))
 

@@ -227,9 +227,11 @@ class DenseMlp:
 
     Attributes:
       ffn_size: F.
+      sparsity: the share of a token's units that are off, as their gates are distributed; 0: all may be on.
     """
 
     ffn_size: int
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -26,14 +27,14 @@ from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
 from jaxsgl.models.precision import gated_product, product, product_in_parts, product_of_heads
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeTables, reorders_heads
-from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
+from jaxsgl.models.tensor_parallel import all_parts, num_parts, on_first_part, sum_of_parts
 from jaxsgl.models.units import unit_of, xielu
 from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.norm import Biased, Update, biased, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
-from pallas_kernels.sums import mean_squares
+from pallas_kernels.sums import mean_squares, row_sums
 from pallas_kernels.target import target_device
 
 Row: TypeAlias = tuple[jax.Array, int]  # a stack of vectors `[L, ...]`, and which of them
@@ -162,6 +163,11 @@ def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float)
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=mean, std=0.0)
 
 
+def _matrices(shape: tuple[int, int, int], dtype: jnp.dtype) -> nnx.Param[jax.Array]:
+    """Declares small matrices `[L, out, in]`, which every device has whole."""
+    return nnx.Param(jnp.zeros(shape, dtype), axes=(None, None, None), mean=0.0, std=shape[-1] ** -0.5)
+
+
 class LayerVectors(nnx.Module):
     """The norms' scales, biases of attention, and the small parameters of what recurs, of all layers: one array each.
 
@@ -206,6 +212,13 @@ class LayerVectors(nnx.Module):
         )
         self.embedding_norm = self._norms(arch, arch.embedding_size > 0)
         self.layer_factor = vector((arch.num_layers, 1), (None, None), dtype, mean=1.0) if arch.layer_factors else None
+        # Of several residual streams (`models/streams.py`): norm and matrix of what routes, and what is made of that.
+        self.laurel_norm = self._norms(arch, arch.laurel_rank > 0)
+        s, d = arch.num_streams, arch.hidden_size
+        self.stream_norm, self.stream_scale = (self._norms(arch, s > 1) for _ in range(2))
+        self.stream_router, self.stream_predictions, self.stream_corrections = (
+            _matrices((arch.num_layers, *shape), dtype) if s > 1 else None for shape in ((s, d), (s * s, s), (s, s))
+        )
         # Of delta-nets: taps of the convolution; A_log and dt_bias, by which states decay; the norm of what is read.
         net, float32 = arch.recurrent_net, jnp.dtype(jnp.float32)
 
@@ -425,7 +438,7 @@ class MLP(Matrices):
         down_format: WeightFormat | None,
     ) -> None:
         d, f = arch.hidden_size, spec.ffn_size
-        self.activation, self.factors = arch.activation, arch.unit_factors
+        self.activation, self.factors, self.sparsity = arch.activation, arch.unit_factors, spec.sparsity
         u = arch.unit_rows
         self.declare("gate_up", (u, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
         self.gate_up_bias = vector((u, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
@@ -447,7 +460,8 @@ class MLP(Matrices):
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
         down = self.matrix("down", kernels)
-        if adapters is None and self.gate_up_bias is None and self.curve is None and self.factors is None:
+        is_plain = self.gate_up_bias is None and self.curve is None and self.factors is None and not self.sparsity
+        if adapters is None and is_plain:
             rows = gated_product(x_TD, self.matrix("gate_up", kernels), self.activation, down)
         else:
             gate_up = self._gate_up(x_TD, adapters, kernels)
@@ -473,7 +487,23 @@ class MLP(Matrices):
         if adapters is not None:
             assert isinstance(x_TD, jax.Array), "adapters read rows as they are"
             gate_up = adapters.add_to_gate_up(gate_up, x_TD)
+        if self.sparsity:
+            gate_up = gate_up.at[:, 0].set(_sparse(gate_up[:, 0], self.sparsity))
         return gate_up if self.factors is None else multiplied(gate_up, np.asarray(self.factors, np.float32)[:, None])
+
+
+def _sparse(gates_TF: jax.Array, share: float) -> jax.Array:
+    """Gates less what this share of them lies below if they are normally distributed, and 0 for those below.
+
+    Devices that have a part of the gates each add up sums and sums of squares.
+    """
+    wide = gates_TF.astype(jnp.float32)
+    sums = jnp.stack([row_sums(wide), row_sums(wide * wide)])
+    of_parts = all_parts(sums[None], logical="ffn")
+    mean, square = jnp.sum(of_parts, axis=0) / (len(of_parts) * gates_TF.shape[1])
+    spread = jnp.sqrt(jnp.maximum(square - mean * mean, 0.0))
+    least = mean + spread * NormalDist().inv_cdf(share)
+    return jnp.maximum(wide - least[:, None], 0.0).astype(gates_TF.dtype)
 
 
 def last_product(x: Rows, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None) -> Update:

@@ -1,7 +1,7 @@
 """Reads from config.json what layers of one model have of their own: kv heads, whose keys they read, a larger MLP.
 
-Owns Gemma 4's words for it, and what its code takes for granted. Called by `layer_config` for families whose layers
-differ (`Family.own_parts`).
+Owns Gemma 3n's and Gemma 4's words for it, and what their code takes for granted. Called by `layer_config` for families
+whose layers differ (`Family.own_parts`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxsgl.models.layer_spec import DenseMlp, KvHeads, LayerSpec
 
 GLOBAL_HEAD_DIM = 512  # where neither `global_head_dim` nor `per_layer_config` is told
 FULL_EVERY = 6  # layers, without `layer_types`
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # the first layers of larger models, without `activation_sparsity_pattern`
 _OVERRIDES = ("head_dim", "num_key_value_heads")
 
 
@@ -57,6 +58,32 @@ def check_reach(config: ConfigFile) -> None:
         )
 
 
+def with_embeddings_and_keys(
+    config: ConfigFile, specs: Sequence[LayerSpec], types: Sequence[str]
+) -> tuple[LayerSpec, ...]:
+    """The layers `specs`, of kinds `types`, with the embedding that each has, and with whose keys it reads."""
+    size = config.count("hidden_size_per_layer_input") if config.get("hidden_size_per_layer_input", 0) else 0
+    return tuple(
+        replace(spec, keys_from=source, embedding_size=size)
+        for spec, source in zip(specs, _read_sources(config, types), strict=True)
+    )
+
+
+def with_sparsity(config: ConfigFile, specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The layers `specs` with MLPs that are as sparse as config.json says."""
+    sparse = SPARSE_LAYERS if len(specs) > SPARSE_LAYERS else 0
+    told = config.get("activation_sparsity_pattern", [SPARSITY] * sparse + [0.0] * (len(specs) - sparse))
+    if not isinstance(told, list) or len(told) != len(specs) or not all(0 <= share < 1 for share in told):
+        raise CheckpointError(
+            f"{config.path}: activation_sparsity_pattern is {told}, but must be a list of {len(specs)} numbers from 0 "
+            "to below 1, one of each layer"
+        )
+    return tuple(
+        replace(spec, mlp=replace(spec.mlp, sparsity=float(share))) if isinstance(spec.mlp, DenseMlp) else spec
+        for spec, share in zip(specs, told, strict=True)
+    )
+
+
 def with_own_parts(
     config: ConfigFile, specs: Sequence[LayerSpec], types: Sequence[str], full: str, of_model: KvHeads
 ) -> tuple[LayerSpec, ...]:
@@ -66,27 +93,24 @@ def with_own_parts(
     """
     shares_projection = bool(config.get("attention_k_eq_v", False))
     heads = _read_heads(config, types, full, of_model, shares_projection)
-    sources = _read_sources(config, types)
     num_heads = config.count("num_attention_heads")
     is_wide = bool(config.get("use_double_wide_mlp", False))
-    size = _embedding_size(config)
+    _check_rows(config)
     made = []
-    for layer, (spec, kind, own, source) in enumerate(zip(specs, types, heads, sources, strict=True)):
+    for layer, (spec, kind, own) in enumerate(zip(specs, types, heads, strict=True)):
         if num_heads % own.number:
             raise CheckpointError(
                 f"{config.path}: {num_heads} heads of layer {layer} can't share {own.number} kv heads evenly"
             )
         mlp = spec.mlp
-        if is_wide and source is not None and isinstance(mlp, DenseMlp):
+        if is_wide and spec.keys_from is not None and isinstance(mlp, DenseMlp):
             mlp = DenseMlp(2 * mlp.ffn_size)
         made.append(
             replace(
                 spec,
                 mlp=mlp,
                 heads=None if own == of_model else own,
-                values_are_keys=shares_projection and kind == full and source is None,
-                keys_from=source,
-                embedding_size=size,
+                values_are_keys=shares_projection and kind == full and spec.keys_from is None,
             )
         )
     return tuple(made)
@@ -157,8 +181,8 @@ def _read_sources(config: ConfigFile, types: Sequence[str]) -> list[int | None]:
     return [None] * first + [last[kind] for kind in types[first:]]
 
 
-def _embedding_size(config: ConfigFile) -> int:
-    """P. Raises `CheckpointError` where tokens have no row in the table of layers' embeddings."""
+def _check_rows(config: ConfigFile) -> None:
+    """Raises `CheckpointError` where tokens have no row in the table of layers' embeddings."""
     size = config.get("hidden_size_per_layer_input", 0)
     rows = config.get("vocab_size_per_layer_input", 0)
     if size and rows < config.count("vocab_size"):
@@ -166,4 +190,3 @@ def _embedding_size(config: ConfigFile) -> int:
             f"{config.path}: vocab_size_per_layer_input is {rows}, but must be vocab_size, "
             f"{config.count('vocab_size')}, and more: each token has embeddings of the layers"
         )
-    return config.count("hidden_size_per_layer_input") if size else 0

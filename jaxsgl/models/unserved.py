@@ -64,7 +64,7 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
         "values of another size than keys",
         (lambda config: bool(config.get("v_head_dim")) and not config.get("kv_lora_rank"),),
     ),
-    ("several residual streams", (_has("altup_num_inputs", "hc_mult", "hc_count"),)),
+    ("several residual streams", (_has("hc_mult", "hc_count"),)),
     ("experts that compute nothing", (_has("zero_expert_num"),)),
     (
         "positions by ALiBi",
@@ -116,7 +116,7 @@ def mechanisms_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def nearest(architecture: str, families: Iterable[str]) -> str | None:
-    """The family whose name begins alike, as Gemma3n and Gemma3; of several the one that goes on alike the longest.
+    """The family whose name begins alike, as Llama5 and Llama4; of several the one that goes on alike the longest.
 
     `UNLIKE_IN_NAME` counts first.
     """

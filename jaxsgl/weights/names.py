@@ -115,16 +115,8 @@ _GEMMA = _layer_norms(
     mlp_out_norm="post_feedforward_layernorm",
 )
 
-_GEMMA4: dict[Path, Recipe] = {
-    **_GEMMA,
-    **_layer_norms(
-        mlp_part_norm="post_feedforward_layernorm_1",
-        experts_part_norm="post_feedforward_layernorm_2",
-        experts_norm="pre_feedforward_layernorm_2",
-        embedding_norm="post_per_layer_input_norm",
-    ),
-    ("vectors", "router_norm"): Recipe((Source("model.layers.{}.router.scale", ("D",)),), pieces.router_norm),
-    ("vectors", "layer_factor"): Recipe((Source("model.layers.{}.layer_scalar", ("1",)),), pieces.as_is),
+_OF_EMBEDDINGS: dict[Path, Recipe] = {
+    **_layer_norms(embedding_norm="post_per_layer_input_norm"),
     ("layer_embeddings", "table"): Recipe(
         (Source("model.embed_tokens_per_layer.weight", ("PV", "PL")),), pieces.rows_of_tokens
     ),
@@ -138,6 +130,32 @@ _GEMMA4: dict[Path, Recipe] = {
     ("embedding_gate", "out"): Recipe(
         (Source("model.layers.{}.per_layer_projection.weight", ("D", "P")),), pieces.as_is
     ),
+}
+_GEMMA4: dict[Path, Recipe] = {
+    **_GEMMA,
+    **_OF_EMBEDDINGS,
+    **_layer_norms(
+        mlp_part_norm="post_feedforward_layernorm_1",
+        experts_part_norm="post_feedforward_layernorm_2",
+        experts_norm="pre_feedforward_layernorm_2",
+    ),
+    ("vectors", "router_norm"): Recipe((Source("model.layers.{}.router.scale", ("D",)),), pieces.router_norm),
+    ("vectors", "layer_factor"): Recipe((Source("model.layers.{}.layer_scalar", ("1",)),), pieces.as_is),
+}
+_ALTUP = "model.layers.{}.altup."
+_LAUREL = "model.layers.{}.laurel."
+_GEMMA3N: dict[Path, Recipe] = {
+    **_GEMMA,
+    **_OF_EMBEDDINGS,
+    **_layer_norms(laurel_norm="laurel.post_laurel_norm", stream_norm="altup.router_norm"),
+    ("vectors", "stream_scale"): Recipe((Source(_ALTUP + "correct_output_scale", ("D",)),), pieces.as_is),
+    ("vectors", "stream_router"): Recipe((Source(_ALTUP + "modality_router.weight", ("S", "D")),), pieces.as_is),
+    ("vectors", "stream_predictions"): Recipe((Source(_ALTUP + "prediction_coefs.weight", ("SS", "S")),), pieces.as_is),
+    ("vectors", "stream_corrections"): Recipe((Source(_ALTUP + "correction_coefs.weight", ("S", "S")),), pieces.as_is),
+    ("streams", "opening"): Recipe((Source("model.altup_projections.*.weight", ("D", "D")),), pieces.stacked),
+    ("streams", "closing"): Recipe((Source("model.altup_unembed_projections.*.weight", ("D", "D")),), pieces.stacked),
+    ("laurel", "left"): Recipe((Source(_LAUREL + "linear_left.weight", ("R", "D")),), pieces.as_is),
+    ("laurel", "right"): Recipe((Source(_LAUREL + "linear_right.weight", ("D", "R")),), pieces.as_is),
 }
 # Of layers that lack projections.
 _READS_KEYS: dict[Path, Recipe] = {
@@ -527,6 +545,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "VaultGemmaForCausalLM": _layer_norms(mlp_norm="pre_feedforward_layernorm"),
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma3ForConditionalGeneration": _GEMMA,
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": _GEMMA3N,
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForCausalLM": _GEMMA4,
@@ -543,7 +563,7 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
         return tuple(
             replace(each, name=stored_name(each.name.format(place), arch), layer=layer)
             for source in sources
-            for each in _of_heads(source, arch)
+            for each in _of_each(source, arch)
         )
 
     if path[0] == "vectors":
@@ -567,12 +587,14 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 
-def _of_heads(source: Source, arch: ModelArch) -> tuple[Source, ...]:
-    """The source, or one of each query or kv head where its name has a place for that."""
+def _of_each(source: Source, arch: ModelArch) -> tuple[Source, ...]:
+    """The source, or one of each query head, kv head or further stream where its name has a place for that."""
     if "*" not in source.name:
         return (source,)
     number = arch.num_heads if ".q_" in source.name else arch.stored_kv_heads
-    return tuple(replace(source, name=source.name.replace("*", str(head))) for head in range(number))
+    if arch.num_streams > 1:
+        number = arch.num_streams - 1
+    return tuple(replace(source, name=source.name.replace("*", str(each))) for each in range(number))
 
 
 def path_in_model(path: Path, arch: ModelArch) -> Path:

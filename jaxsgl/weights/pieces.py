@@ -359,8 +359,11 @@ def conv_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
 
 
 def rows_of_tokens(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """The first V rows of a table that may have more."""
-    yield Piece((), tensors[0][: arch.vocab_size])
+    """The first V rows of a table that may have more; where it has fewer, the first row for all further tokens."""
+    table = tensors[0][: arch.vocab_size]
+    yield Piece((slice(0, len(table)),), table)
+    for row in range(len(table), arch.vocab_size):
+        yield Piece((slice(row, row + 1),), table[:1])
 
 
 def router_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

@@ -107,7 +107,8 @@ class Recipe:
 
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; EL
-    numbers of a latent that experts read; C are the classes of a classification head, T rows of learned positions.
+    numbers of a latent that experts read; C are the classes of a classification head, T rows of learned positions; S
+    streams, SS shares of each in each, and R numbers of what stands next to attention (`models/streams.py`).
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
@@ -199,6 +200,9 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "P": arch.embedding_size,
         "PV": arch.layer_vocab_size,
         "PL": arch.num_layers * arch.embedding_size,
+        "S": arch.num_streams if arch.num_streams > 1 else 0,
+        "SS": arch.num_streams**2 if arch.num_streams > 1 else 0,
+        "R": arch.laurel_rank,
         "1": 1,
     }
 

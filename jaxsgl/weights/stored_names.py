@@ -40,7 +40,10 @@ _BESIDE_TOWER = {
     ),
     "PaddleOCRVLForConditionalGeneration": ("model.visual.", "model.projector."),
     "LightOnOcrForConditionalGeneration": ("model.vision_encoder.", "model.vision_projection."),
-    "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
+    **dict.fromkeys(
+        ("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+        ("model.vision_tower.", "model.embed_vision."),
+    ),
     "Gemma4UnifiedForConditionalGeneration": ("model.vision_embedder.", "model.embed_vision."),
     "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
 }

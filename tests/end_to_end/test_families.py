@@ -33,7 +33,8 @@ pytestmark = pytest.mark.device
 KINDS = (
     "phi3", "mistral", "olmo2", "olmo3", "glm4", "smollm3", "gemma2", "gemma3", "glm4_moe", "qwen3_moe", "mixtral",
     "gpt_oss", "qwen2_moe", "minimax_m2", "exaone4", "ernie4_5_moe", "granite", "hunyuan", "olmoe", "gemma", "seed_oss",
-    "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma4", "gemma4_small", "gemma4_moe", "gemma4_unified", "glm",
+    "deepseek_v3", "deepseek_v2", "glm4_moe_lite", "gemma3n", "gemma4", "gemma4_small", "gemma4_moe", "gemma4_unified",
+    "glm",
     "ernie4_5", "granite_moe", "granite_moe_shared", "granite_hybrid_dense", "arcee",
     "helium", "flex_olmo", "afmoe",
     "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "gpt_bigcode", "gptj", "opt",

@@ -37,7 +37,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gemma4_moe": {"num_experts": 16},
 }
 NUM_LAYERS = count(2, 3)
-OTHER_NUM_LAYERS = dict.fromkeys(("gemma4", "gemma4_small", "gemma4_moe"), 5)
+OTHER_NUM_LAYERS = dict.fromkeys(("gemma3n", "gemma4", "gemma4_small", "gemma4_moe"), 5)
 # Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies; 201 tokens are padded on devices.
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},
@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "deepseek_v3": {},
     "olmo2": {},
+    "gemma3n": {},
     "gemma4": {},
     "gemma4_small": {},
     "cohere2": {"vocab_size": 201},
@@ -93,7 +94,8 @@ class Case:
 
         Of experts next to an MLP twice, since each of both is normalized by itself.
         """
-        shared = {"all-reduce": self.sums, "all-gather": 1} if self.tp > self.ranks else {}
+        sparse = 3 if self.kind == "gemma3n" else 0  # MLPs that gather sums of their gates
+        shared = {"all-reduce": self.sums, "all-gather": 1 + sparse} if self.tp > self.ranks else {}
         if self.ranks == 1:
             return shared
         count = self.num_layers * (2 if self.kind == "gemma4_moe" else 1)

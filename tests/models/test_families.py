@@ -45,6 +45,7 @@ UNTRIED = {
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
+    "gemma3n": ("num_hidden_layers",),
     **dict.fromkeys(
         ("gemma4", "gemma4_small", "gemma4_moe", "gemma4_unified"), ("num_hidden_layers", "per_layer_config")
     ),
@@ -174,6 +175,7 @@ def test_a_switch_of_windows_means_what_it_means_to_transformers(tmp_path: Path)
         ("Mistral3ForConditionalGeneration", "mistral3", "mistral"),
         ("InternVLForConditionalGeneration", "internvl", "qwen2"),
         ("Gemma3ForConditionalGeneration", "gemma3", "gemma3"),
+        ("Gemma3nForConditionalGeneration", "gemma3n", "gemma3n"),
         ("Gemma4ForConditionalGeneration", "gemma4", "gemma4"),
         ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "gemma4_unified"),
         ("Qwen3_5ForConditionalGeneration", "qwen3_5", "qwen3_5"),
@@ -389,7 +391,13 @@ def test_glm_4_7_flash_is_understood_as_it_is_published_and_as_transformers_save
 
 @pytest.mark.parametrize(
     ("kind", "stem"),
-    [("gemma3", "Gemma3"), ("gemma4", "Gemma4"), ("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")],
+    [
+        ("gemma3", "Gemma3"),
+        ("gemma3n", "Gemma3n"),
+        ("gemma4", "Gemma4"),
+        ("qwen3_5", "Qwen3_5"),
+        ("qwen3_5_moe", "Qwen3_5Moe"),
+    ],
 )
 def test_a_decoder_with_another_head_goes_by_the_name_of_its_class(kind: str, stem: str, tmp_path: Path) -> None:
     for ending, head in (("TextModel", "none"), ("TextForSequenceClassification", "labels")):

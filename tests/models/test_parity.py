@@ -211,12 +211,13 @@ def test_a_decoder_that_was_saved_without_its_head_has_its_names_without_a_start
     np.testing.assert_array_equal(checkpoint_logits(folder, PROMPT[:5]), expected)
 
 
-def test_the_text_of_a_gemma_4_that_hears_is_its_decoders(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "stem"), [("gemma3n", "Gemma3n"), ("gemma4_small", "Gemma4")])
+def test_the_text_of_a_gemma_that_hears_is_its_decoders(kind: str, stem: str, tmp_path: Path) -> None:
     """The part for sound is left out, and so is what would make the keys that layers take from others."""
-    folder = make_checkpoint("gemma4_small", tmp_path / "text")
+    folder = make_checkpoint(kind, tmp_path / "text")
     config = json.loads((folder / "config.json").read_text())
     whole = {
-        "architectures": ["Gemma4ForConditionalGeneration"], "text_config": config, "vision_config": None,
+        "architectures": [f"{stem}ForConditionalGeneration"], "text_config": config, "vision_config": None,
         "audio_config": {"layers": 2}, "image_token_id": 7, "tie_word_embeddings": True,
     }  # fmt: skip
     stored = load_file(folder / "model.safetensors")

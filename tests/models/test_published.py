@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import Latent, MoeMlp
+from jaxsgl.models.layer_spec import DenseMlp, Latent, MoeMlp
 
 HY3: dict[str, Any] = {
     "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312,
@@ -45,6 +45,26 @@ PHI_MOE: dict[str, Any] = {
     },
     "rope_theta": 10000.0, "router_aux_loss_coef": 0.0, "router_jitter_noise": 0.01, "sliding_window": 131072,
     "tie_word_embeddings": False, "vocab_size": 32064,
+}  # fmt: skip
+GEMMA_3N_E2B: dict[str, Any] = {
+    "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "audio_soft_tokens_per_image": 188,
+    "audio_config": {"hidden_size": 1536, "model_type": "gemma3n_audio"}, "audio_token_id": 262273,
+    "boa_token_id": 256000, "boi_token_id": 255999, "eoa_token_id": 262272, "eoi_token_id": 262144,
+    "eos_token_id": [1, 106], "image_token_id": 262145, "initializer_range": 0.02, "torch_dtype": "bfloat16",
+    "vision_config": {"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "model_type": "gemma3n_vision"},
+    "vision_soft_tokens_per_image": 256,
+    "text_config": {
+        "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+        "altup_correct_scale": True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False,
+        "attention_dropout": 0.0, "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_size": 2048,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "initializer_range": 0.02,
+        "intermediate_size": [8192] * 10, "laurel_rank": 64, "max_position_embeddings": 32768,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2, "model_type": "gemma3n_text",
+        "num_attention_heads": 8, "num_hidden_layers": 10, "num_key_value_heads": 2, "num_kv_shared_layers": 5,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None,
+        "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16", "use_cache": True,
+        "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+    },
 }  # fmt: skip
 _INT4: dict[str, Any] = {
     "config_groups": {
@@ -173,6 +193,27 @@ def test_hy3_is_understood(tmp_path: Path) -> None:
     router = mixture.router
     assert (router.top_k, router.score, router.renormalize, router.scale) == (8, "sigmoid", True, 2.826)
     assert router.choice_bias and arch.qk_norm == "head" and arch.next_layer is None
+
+
+def test_gemma_3n_is_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, GEMMA_3N_E2B)
+    assert (arch.num_streams, arch.laurel_rank, arch.embedding_size, arch.layer_vocab_size) == (4, 64, 256, 262144)
+    assert [layer.keys_from for layer in arch.layers] == [None] * 5 + [3] * 4 + [4]
+    assert [layer.mlp for layer in arch.layers] == [DenseMlp(8192, 0.95)] * 4 + [DenseMlp(8192)] * 6
+    assert [arch.ropes[layer.rope or 0].theta for layer in arch.layers] == ([1e4] * 4 + [1e6]) * 2
+    assert (arch.attention_scale, arch.logits_cap, arch.vision, arch.tie_embeddings) == (1.0, 30.0, None, True)
+    text = GEMMA_3N_E2B["text_config"]
+    told = [DenseMlp(8192, 0.95)] * 10 + [DenseMlp(8192)] * 2
+    many = {
+        "num_hidden_layers": 12,
+        "intermediate_size": 8192,
+        "layer_types": None,
+        "activation_sparsity_pattern": None,
+    }
+    assert [layer.mlp for layer in read(tmp_path, {**GEMMA_3N_E2B, "text_config": text | many}).layers] == told
+    for key, value in (("altup_active_idx", 1), ("activation_sparsity_pattern", [1.0] * 10)):
+        with pytest.raises(CheckpointError, match=key):
+            read(tmp_path, {**GEMMA_3N_E2B, "text_config": text | {key: value}})
 
 
 def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized(tmp_path: Path) -> None:

@@ -33,10 +33,10 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("MiMoV2FlashForCausalLM", {"v_head_dim": 128, "head_dim": 192}, "here: values of another size than keys", None),
     ("BloomForCausalLM", {"model_type": "bloom"}, "here: positions by ALiBi", None),
     (
-        "Gemma3nForConditionalGeneration",
-        {"text_config": {"hidden_size_per_layer_input": 256, "altup_num_inputs": 4}},
+        "Gemma5ForConditionalGeneration",
+        {"text_config": {"hidden_size_per_layer_input": 256, "hc_mult": 4}},
         "tells of what is not built here: several residual streams",
-        "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
     ),
     (
         "JAISLMHeadModel",
