@@ -361,8 +361,9 @@ class DeltaBlocks(Protocol):
     ) -> tuple[jax.Array, jax.Array]:
         """All tokens' heads with 64 before and after them; states `[P, K, r, h, v]`; counts `[S]` of tokens.
 
-        q, k and v are in the dtype that factors of products may be rounded to, the rest is float32. Returns `read
-        [64 + T + 64, K, r, v]` with the rows of these tokens, and the states after them, also as `seqs.kept_to` says.
+        q, k and v are in the dtype that factors of products may be rounded to, the rest is float32, log a `[.., K, r]`.
+        Returns `read [64 + T + 64, K, r, v]` with the rows of these tokens, and the states after them, also as
+        `seqs.kept_to` says.
         `solved` is given if the rule corrects, its keys in that dtype.
         """
         ...

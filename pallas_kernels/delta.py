@@ -1,10 +1,12 @@
 """The gated delta rule over states that are kept between steps, and the convolution before it; in XLA, but for what a
-backend has. And Mamba-2, whose rule is the same without the correction.
+backend has. And Mamba-2, whose rule is the same without the correction; and a rule whose states decay by channel.
 
 A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
 
     S = a S;  S = S + k outer (b (v - S^T k));  out = rms_norm(S^T q) w silu(z)    of a gated delta-net
     S = a S;  S = S + k outer (b v);            out = rms_norm((S^T q + d v) silu(z)) w    of Mamba-2
+
+a is one number of a value head, or in `ChannelTokens` one for each row of S, and then z has a sigmoid.
 
 `delta_decode` does that for one token of each sequence. `delta_extend` takes blocks of 64 tokens, in which a unit
 triangular system gives the corrected values of all tokens at once, and moves the state by one product a block. Blocks
@@ -17,7 +19,8 @@ mixed steps, take no block: all of them are decoded at once.
 All read and write places of the kept arrays in place, if the program owns these. A sequence that begins at position 0
 begins with a state of zeros, whatever its place holds.
 
-Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 2405.21060 (Mamba-2).
+Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 2405.21060 (Mamba-2); Kimi Linear (arXiv
+2510.26692, decays by channel).
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def delta_decode(
         out, *after = scan(tokens, *states, seqs, interpret)
         return out, DeltaStates(*after)
     kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_step, backend, states.matrices, interpret=interpret
+        "delta_decode", lambda each: each.delta_step, backend, tokens, states.matrices, interpret=interpret
     )
     if kernel is not None:
         to = jnp.full_like(place, -1) if kept_to is None else kept_to
@@ -95,7 +98,7 @@ def _decoded(
     corrects: bool,
 ) -> tuple[jax.Array, DeltaStates]:
     """`delta_decode` of matrices in XLA; the inputs are those after the token, and are copied to `kept_to`, too."""
-    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(heads.log_decay)[..., None, None]
+    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(heads.log_decay)[..., None]
     k, q = heads.k[:, :, None, :, None], heads.q[:, :, None, :, None]
     values = heads.v - (state * k).sum(axis=-2) if corrects else heads.v
     state = state + k * (values * heads.beta[..., None])[..., None, :]
@@ -145,10 +148,10 @@ def delta_extend(
         read, *after = scan(tokens, *states, seqs, interpret)
         return read, DeltaStates(*after)
     kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_decode, backend, states.matrices, interpret=interpret
+        "delta_decode", lambda each: each.delta_decode, backend, tokens, states.matrices, interpret=interpret
     )
     of_blocks = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_blocks, backend, states.matrices, interpret=interpret
+        "delta_decode", lambda each: each.delta_blocks, backend, tokens, states.matrices, interpret=interpret
     )
     num_tokens, offsets = tokens.num_tokens, seqs.query_offsets
     counts = offsets[1:] - offsets[:-1]
@@ -167,7 +170,7 @@ def delta_extend(
         if kernel is None:
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to, tokens.corrects)
         else:
-            each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay), mine.beta
+            each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay[..., 0]), mine.beta
             read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, tokens.corrects, interpret)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
@@ -183,6 +186,7 @@ def delta_extend(
         factors = jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32
         solved = _solved(padded, blocks, factors) if tokens.corrects else None
         rounded = padded._replace(**{name: getattr(padded, name).astype(factors) for name in ("q", "k", "v")})
+        rounded = rounded._replace(log_decay=padded.log_decay[..., 0])
         out, matrices = of_blocks(rounded, solved, states.matrices, out, seqs, blocks.counts, interpret)
     return tokens.gated(out[BLOCK:-BLOCK], heads.v), states._replace(matrices=matrices)
 
@@ -206,7 +210,7 @@ def delta_run(
         read, *after = scan(tokens, *states, seqs_of_kernel, interpret)
         return read, DeltaStates(*after)
     kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_run, backend, states.matrices, interpret=interpret
+        "delta_decode", lambda each: each.delta_run, backend, tokens, states.matrices, interpret=interpret
     )
     if kernel is not None:
         read, matrices = kernel(tokens, *states, seqs_of_kernel, interpret)
@@ -345,15 +349,15 @@ def _block(state: jax.Array, heads: Heads, corrects: bool) -> tuple[jax.Array, j
     """What 64 tokens read, `[64, K, r, v]`, and the state `[K, r, h, v]` after them. Zeros change nothing."""
     total = _totals(heads)
     q, k = (_of_key_heads(each) for each in (heads.q, heads.k))
+    left = jnp.exp(total[..., -1:, :] - total)
     if corrects:
         values, keys = _corrected(heads)
         written = values - _dot("krah,krhv->krav", keys, state)
     else:
         written = jnp.moveaxis(heads.beta, 0, -1)[..., None] * jnp.moveaxis(heads.v, 0, 2)
-    read = _dot("krah,krhv->krav", q * jnp.exp(total)[..., None], state)
-    read = read + _dot("krab,krbv->krav", _dot("kiah,kibh->kiab", q, k) * _since(total), written)
-    left = jnp.exp(total[..., -1:] - total)[..., None]
-    state = state * jnp.exp(total[..., -1])[..., None, None] + _dot("krah,krav->krhv", k * left, written)
+    read = _dot("krah,krhv->krav", q * jnp.exp(total), state)
+    read = read + _dot("krab,krbv->krav", _found(q, k, total), written)
+    state = state * jnp.exp(total[..., -1, :])[..., None] + _dot("krah,krav->krhv", k * left, written)
     return jnp.moveaxis(read, 2, 0), state
 
 
@@ -362,21 +366,55 @@ def _corrected(heads: Heads) -> tuple[jax.Array, jax.Array]:
     total, k = _totals(heads), _of_key_heads(heads.k)
     beta, v = jnp.moveaxis(heads.beta, 0, -1)[..., None], jnp.moveaxis(heads.v, 0, 2)
     is_before = jnp.tri(BLOCK, k=-1, dtype=bool)
-    system = jnp.where(is_before, beta * _dot("kiah,kibh->kiab", k, k) * _since(total), 0.0)
-    known = jnp.concatenate([beta * v, beta * k * jnp.exp(total)[..., None]], axis=-1)
+    system = jnp.where(is_before, beta * _found(k, k, total), 0.0)
+    known = jnp.concatenate([beta * v, beta * k * jnp.exp(total)], axis=-1)
     values, keys = jnp.split(_dot("krab,krbc->krac", _inverse(system), known), (v.shape[-1],), axis=-1)
     return values, keys
 
 
 def _totals(heads: Heads) -> jax.Array:
-    """`[K, r, 64]` of log a from the block's first token on."""
-    return jnp.moveaxis(jnp.cumsum(heads.log_decay, axis=0), 0, -1)
+    """`[K, r, 64, 1 or h]` of log a from the block's first token on."""
+    return jnp.moveaxis(jnp.cumsum(heads.log_decay, axis=0), 0, 2)
+
+
+def _found(x: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
+    """`[K, r, 64, 64]` what rows of `x [K, 1, 64, h]` find of each key, as much as is left of it; 0 of later ones."""
+    if total.shape[-1] == 1:
+        return _dot("kiah,kibh->kiab", x, k) * _since(total[..., 0])
+    return _found_by_channel(x, k, total)
 
 
 def _since(total: jax.Array) -> jax.Array:
-    """`[K, r, 64, 64]` how much of what a token wrote is left at a later one; 0 at earlier ones."""
-    lower = jnp.tri(BLOCK, dtype=bool)
+    """`[..., n, n]` how much of what one of n tokens wrote is left at a later one; 0 at earlier ones."""
+    lower = jnp.tri(total.shape[-1], dtype=bool)
     return jnp.exp(jnp.where(lower, total[..., :, None] - total[..., None, :], -jnp.inf))
+
+
+def _found_by_channel(x: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
+    """`_found` where each number of a key decays by itself.
+
+    What is left cannot be multiplied after the product, and the factors before it, exp(total) and exp(-total), may be
+    too large. So tokens come in parts of 8: what a part finds of those before it is a product of x and k, both as they
+    have decayed to the part's beginning, where no factor exceeds 1. Within a part there are few pairs, and each has its
+    own factors.
+    """
+    *heads, _, h = total.shape
+    num_parts = BLOCK // _DIRECT
+
+    def parts(each: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(each, total.shape).reshape(*heads, num_parts, _DIRECT, h)
+
+    x_parts, k_parts, totals = parts(x), parts(k), parts(total)
+    begin = totals[..., :1, :]  # after a part's first token
+    first = jnp.arange(num_parts) * _DIRECT
+    is_before = (jnp.arange(BLOCK) < first[:, None])[..., None]  # [parts, 64, 1]
+    of_keys = jnp.exp(jnp.where(is_before, begin - total[:, :, None], -jnp.inf))
+    far = _dot("krpah,krpbh->krpab", x_parts * jnp.exp(totals - begin), k[:, :, None] * of_keys)
+    left = jnp.moveaxis(_since(jnp.moveaxis(totals, -1, -2)), -3, -1)  # [K, r, parts, 8, 8, h]
+    near = (x_parts[..., :, None, :] * k_parts[..., None, :, :] * left).sum(axis=-1)
+    of_part = jnp.eye(num_parts, dtype=near.dtype)[:, None, :, None]
+    near = (near[..., None, :] * of_part).reshape(far.shape)
+    return (far + near).reshape(*heads, BLOCK, BLOCK)
 
 
 def _of_key_heads(x: jax.Array) -> jax.Array:

@@ -1,5 +1,5 @@
-"""What a layer with states makes of its tokens, and how `delta.py` and backends read it: that of a gated delta-net, and
-of Mamba-2.
+"""What a layer with states makes of its tokens, and how `delta.py` and backends read it: that of a gated delta-net, of
+one whose states decay by channel, and of Mamba-2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Sequences(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, log a and b `[T, K, r]`."""
+    """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, b `[T, K, r]`, and log a `[T, K, r, 1]`, or one for
+    each number of a key, `[T, K, r, h]`.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -83,7 +85,7 @@ class DeltaVectors:
     Attributes:
       taps: `[L, K, C, taps]` float32, that of the newest token last.
       rates: `[L, K, 2, r]` float32: log a = -exp(rates[0]) softplus(logit + rates[1]). `[L, K, 3, r]`: b is rates[2]
-        times a sigmoid; else that itself.
+        times a sigmoid; else that itself. Of `ChannelTokens` `[L, K, 2, h]`.
       scales: `[L, v]` of the norm of what is read.
       row: of the layer.
       eps: of the norm.
@@ -129,6 +131,10 @@ class _Tokens:
         """`[K, C, taps]` of the convolution."""
         return self.vectors.taps[self.vectors.row]
 
+    def finished(self, out: jax.Array) -> jax.Array:
+        """What a backend's step leaves to do of what it returns: nothing."""
+        return out
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
 @dataclass(frozen=True)
@@ -160,26 +166,70 @@ class DeltaTokens(_Tokens):
     def heads(self, activated: jax.Array) -> Heads:
         """What moves states, of what the convolution yields: q and k are normalized."""
         h, group, _ = self.sizes
-        heads, v = jnp.split(activated, (2 * h,), axis=-1)
+        heads, v = _normalized(activated, h)
         rates = self.vectors.rates[self.vectors.row]
         write, forget = jnp.split(self.fused[..., -2 * group :].astype(jnp.float32), 2, axis=-1)
         log_decay = -jnp.exp(rates[:, 0]) * jax.nn.softplus(forget + rates[:, 1])
-        heads = heads.reshape(*v.shape[:2], 2, h)
-        heads = heads * jax.lax.rsqrt(mean_squares(heads) * h + L2_EPS)
         v = v.reshape(*v.shape[:2], group, -1)
         beta = jax.nn.sigmoid(write) if rates.shape[1] == 2 else jax.nn.sigmoid(write) * rates[:, 2]
-        return Heads(heads[:, :, 0] * h**-0.5, heads[:, :, 1], v, log_decay, beta)
+        return Heads(heads[:, :, 0] * h**-0.5, heads[:, :, 1], v, log_decay[..., None], beta)
 
     def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
         """What `read [T, K, r, v]` float32 gives, normalized and gated, in the dtype of the product."""
         vectors = self.vectors
         gates = self.fused[..., vectors.taps.shape[2] : -2 * self.sizes[1]].astype(jnp.float32)
         out = rms_norm(read, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
-        return self.finished((out * jax.nn.silu(gates).reshape(read.shape)).astype(self.dtype))
+        return (out * jax.nn.silu(gates).reshape(read.shape)).astype(self.dtype)
 
-    def finished(self, out: jax.Array) -> jax.Array:
-        """What a backend's step leaves to do: nothing."""
-        return out
+
+def _normalized(activated: jax.Array, h: int) -> tuple[jax.Array, jax.Array]:
+    """q and k `[T, K, 2, h]`, each of length 1, and the rest of what the convolution yields."""
+    heads, v = jnp.split(activated, (2 * h,), axis=-1)
+    heads = heads.reshape(*v.shape[:2], 2, h)
+    return heads * jax.lax.rsqrt(mean_squares(heads) * h + L2_EPS), v
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
+@dataclass(frozen=True)
+class ChannelTokens(_Tokens):
+    """What a delta-net with a decay for each number of a key makes of its tokens; a key head has one value head.
+
+    Attributes:
+      product: `[T, K, C + 1 + v + h]`. For each head q, k and v, before the convolution: C = 2 h + v; the logit of b;
+        the gates z of what is read; the logits of a.
+      vectors, key_size, dtype: as in `DeltaTokens`.
+    """
+
+    vectors: DeltaVectors
+
+    corrects = True
+
+    @property
+    def bias(self) -> None:
+        """The convolution has none."""
+        return None
+
+    @property
+    def _others(self) -> list[jax.Array]:
+        """What isn't convolved, in float32: `[T, K, 1]`, `[T, K, v]` and `[T, K, h]`."""
+        values = self.vectors.scales.shape[-1]
+        return jnp.split(self.fused[..., self.vectors.taps.shape[2] :].astype(jnp.float32), (1, 1 + values), axis=-1)
+
+    def heads(self, activated: jax.Array) -> Heads:
+        """What moves states, of what the convolution yields: q and k are normalized."""
+        h, rates = self.key_size, self.vectors.rates[self.vectors.row]
+        heads, v = _normalized(activated, h)
+        write, _, forget = self._others
+        log_decay = -jnp.exp(rates[:, 0]) * jax.nn.softplus(forget + rates[:, 1])
+        return Heads(
+            heads[:, :, 0] * h**-0.5, heads[:, :, 1], v[:, :, None], log_decay[:, :, None], jax.nn.sigmoid(write)
+        )
+
+    def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
+        """What `read [T, K, 1, v]` float32 gives, normalized and gated, in the dtype of the product."""
+        vectors, gates = self.vectors, self._others[1]
+        out = rms_norm(read, vectors.scales[vectors.row].astype(jnp.float32), vectors.eps)
+        return (out * jax.nn.sigmoid(gates).reshape(read.shape)).astype(self.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("taps", "bias", "rates", "scales"), meta_fields=("row", "eps"))
@@ -230,7 +280,8 @@ class MambaTokens(_Tokens):
         rates = vectors.rates[vectors.row]
         group = rates.shape[-1]
         beta = jax.nn.softplus(self.fused[..., -group:].astype(jnp.float32) + rates[:, 1])
-        return Heads(q, k, v.reshape(*v.shape[:2], group, -1), -jnp.exp(rates[:, 0]) * beta, beta)
+        log_decay = -jnp.exp(rates[:, 0]) * beta
+        return Heads(q, k, v.reshape(*v.shape[:2], group, -1), log_decay[..., None], beta)
 
     def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
         """What `read` and `values [T, K, r, v]` float32 give, gated and normalized, in the dtype of the product."""
@@ -249,4 +300,4 @@ class MambaTokens(_Tokens):
         return rms_norm(out.reshape(*out.shape[:2], -1), scales, vectors.eps).reshape(out.shape).astype(self.dtype)
 
 
-StateTokens: TypeAlias = DeltaTokens | MambaTokens
+StateTokens: TypeAlias = DeltaTokens | ChannelTokens | MambaTokens

@@ -102,6 +102,8 @@ from transformers import (
     HYV3ForCausalLM,
     Jais2Config,
     Jais2ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Kolibri1Config,
     Kolibri1ForCausalLM,
     Lfm2Config,
@@ -968,6 +970,26 @@ FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    "kimi_linear": (
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            **_LATENT_SIZES,
+            "q_lora_rank": None,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 10,
+            "linear_head_dim": 16,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 12,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 4,
+            "moe_intermediate_size": 48,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
+    ),
     "axk1": (
         AXK1Config,
         AXK1ForCausalLM,
@@ -1050,7 +1072,8 @@ DELTA_KINDS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")  # of those, Qwen's with 
 BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or an MLP alone
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions
 HYBRID_KINDS = (  # all that keep states
-    *DELTA_KINDS, "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS, "olmo_hybrid", "falcon_h1"
+    *DELTA_KINDS, "kimi_linear", "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS,
+    "olmo_hybrid", "falcon_h1",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions, LatentQkv, TokenIndex
-from pallas_kernels.delta_tokens import DeltaTokens, MambaTokens, StateTokens
+from pallas_kernels.delta_tokens import ChannelTokens, DeltaTokens, MambaTokens, StateTokens
 from pallas_kernels.short_conv import ConvTokens
 
 
@@ -97,27 +97,33 @@ def plain_recur(place: int, tokens: StateTokens | ConvTokens) -> jax.Array:
     return _plain_delta_rule(tokens, convolved, others)
 
 
-def _plain_delta_rule(tokens: DeltaTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:
+def _plain_delta_rule(tokens: DeltaTokens | ChannelTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:
     vectors, h = tokens.vectors, tokens.key_size
     log_rate, bias, *most = jnp.moveaxis(vectors.rates[vectors.row], 1, 0)
-    group = log_rate.shape[-1]
+    by_channel = isinstance(tokens, ChannelTokens)
+    group = 1 if by_channel else log_rate.shape[-1]
     q, k, v = jnp.split(jax.nn.silu(convolved), (h, 2 * h), axis=-1)
     q, k = (x / jnp.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     v = v.reshape(*v.shape[:2], group, -1)
-    z, write, forget = jnp.split(others, (others.shape[-1] - 2 * group, others.shape[-1] - group), axis=-1)
+    if by_channel:
+        write, z, forget = jnp.split(others, (1, others.shape[-1] - h), axis=-1)
+    else:
+        z, write, forget = jnp.split(others, (others.shape[-1] - 2 * group, others.shape[-1] - group), axis=-1)
     decay, beta = jnp.exp(-jnp.exp(log_rate) * jax.nn.softplus(forget + bias)), jax.nn.sigmoid(write)
+    decay = decay[:, :, None] if by_channel else decay[..., None]  # [T, K, r, h or 1]
     beta = beta * most[0] if most else beta
 
     def one(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, decay, beta = token
-        state = state * decay[..., None, None]
+        state = state * decay[..., None]
         change = beta[..., None] * (v - jnp.einsum("kh,krhv->krv", k, state))
         state = state + jnp.einsum("kh,krv->krhv", k, change)
         return state, jnp.einsum("kh,krhv->krv", q, state) / h**0.5
 
     read = jax.lax.scan(one, jnp.zeros((*v.shape[1:3], h, v.shape[-1])), (q, k, v, decay, beta))[1]
     normed = read / jnp.sqrt((read**2).mean(axis=-1, keepdims=True) + vectors.eps) * vectors.scales[vectors.row]
-    return (normed * jax.nn.silu(z).reshape(read.shape)).astype(tokens.dtype)
+    gates = jax.nn.sigmoid(z) if by_channel else jax.nn.silu(z)
+    return (normed * gates.reshape(read.shape)).astype(tokens.dtype)
 
 
 def _plain_mamba(tokens: MambaTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:

@@ -144,7 +144,7 @@ def _settled(
 def product_of_token(arch: ModelArch, activations: jnp.dtype) -> jax.ShapeDtypeStruct | None:
     """`[K', ...]` what a layer with states makes of a token, on all devices; None: no layer has any."""
     net = arch.recurrent_net
-    return None if net is None else jax.ShapeDtypeStruct((net.key_heads, net.rows + net.gate_rows), activations)
+    return None if net is None else jax.ShapeDtypeStruct((net.key_heads, net.token_rows), activations)
 
 
 def _operations(states: StateBuffers) -> tuple[Any, Any, Any]:

@@ -207,8 +207,7 @@ class ModelArch:
     @property
     def latent(self) -> Latent | None:
         """The latent that its layers attend over, all the same but for indexes of their own; None: they have heads."""
-        mixer = self.layers[0].mixer
-        return mixer if isinstance(mixer, Latent) else None
+        return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, Latent)), None)
 
     @property
     def recurrent_net(self) -> RecurrentNet | None:

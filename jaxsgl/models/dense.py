@@ -18,7 +18,17 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, LayerSpec, Mamba, MoeMlp, RecurrentNet, ShortConv
+from jaxsgl.models.layer_spec import (
+    ChannelDeltaNet,
+    DeltaNet,
+    DenseMlp,
+    Latent,
+    LayerSpec,
+    Mamba,
+    MoeMlp,
+    RecurrentNet,
+    ShortConv,
+)
 from jaxsgl.models.layers import (
     MLP,
     Attend,
@@ -36,6 +46,7 @@ from jaxsgl.models.lora import ActiveAdapters, LayerAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
 from jaxsgl.models.mixers import (
     GatedDeltaNet,
+    KimiDeltaNet,
     LatentAttention,
     Mamba2,
     RecurrentMixer,
@@ -203,6 +214,7 @@ def _mlp(
 
 _RECURRENT: dict[type[RecurrentNet], type[RecurrentMixer]] = {
     DeltaNet: GatedDeltaNet,
+    ChannelDeltaNet: KimiDeltaNet,
     Mamba: Mamba2,
     ShortConv: ShortConvolution,
 }

@@ -373,7 +373,7 @@ class Family:
     moe: MoeFamily | None = None
     latent: bool = False
     index: Literal["halves", "pairs"] | None = None
-    recurrence: Literal["delta-net", "mamba", "short-conv"] | None = None
+    recurrence: Literal["delta-net", "channel-delta-net", "mamba", "short-conv"] | None = None
     wide_delta: bool = False
     side_by_side: bool = False
     mamba_keys: Mapping[str, str] = field(default_factory=dict)

@@ -141,8 +141,13 @@ class RecurrentNet:
 
     @property
     def gate_rows(self) -> int:
-        """Of each key head, the rest of what a layer makes of a token."""
+        """Of each key head, the rest of what products of x make of a token."""
         return self.num_gates * self.group
+
+    @property
+    def token_rows(self) -> int:
+        """Of each key head, all that a layer makes of a token."""
+        return self.rows + self.gate_rows
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,42 @@ class DeltaNet(RecurrentNet):
     module = "delta_net"
     shared = "key heads"
     num_gates = 2  # a and b
+
+    @property
+    def rate_shape(self) -> tuple[int, int]:
+        """Of each key head, the numbers by which states decay and are written (`pallas_kernels/delta_tokens.py`)."""
+        return 2 if self.most_written == 1 else 3, self.group
+
+
+@dataclass(frozen=True)
+class ChannelDeltaNet(DeltaNet):
+    """A delta-net with a decay for each number of a key, and as many value heads as key heads (`models/mixers.py`).
+
+    Attributes:
+      rank: numbers that the decays of all heads are made of, and as many that gates of what is read are made of.
+    """
+
+    plural = "delta-nets"
+    module = "channel_delta_net"
+    shared = "heads"
+    num_gates = 1  # b
+
+    rank: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Only what is convolved: gates of v are made of `rank` numbers."""
+        return self.channels
+
+    @property
+    def token_rows(self) -> int:
+        """With gates of v, and decays."""
+        return self.rows + self.gate_rows + self.value_size + self.key_size
+
+    @property
+    def rate_shape(self) -> tuple[int, int]:
+        """A_log and dt_bias."""
+        return 2, self.key_size
 
 
 @dataclass(frozen=True)
@@ -191,7 +232,7 @@ class ShortConv(RecurrentNet):
         return 3 * self.channels
 
 
-RECURRENT_NETS: tuple[type[RecurrentNet], ...] = (DeltaNet, Mamba, ShortConv)
+RECURRENT_NETS: tuple[type[RecurrentNet], ...] = (DeltaNet, ChannelDeltaNet, Mamba, ShortConv)
 
 Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet
 

@@ -231,7 +231,7 @@ class LayerVectors(nnx.Module):
             self._taps(arch, net if has else None) for has in (has_deltas, has_mamba, has_conv)
         )
         k, r, c, v = (0, 0, 0, 0) if net is None else (net.key_heads, net.group, net.channels, net.value_size)
-        self.delta_decay = of_heads(has_deltas, k, 2 if net is None or net.most_written == 1 else 3, r)
+        self.delta_decay = of_heads(has_deltas, k, *(net.rate_shape if isinstance(net, DeltaNet) else ()))
         self.delta_norm = vector((len(arch.recurrent_layers), v), (None, None), dtype, mean=1.0) if has_deltas else None
         # Of Mamba-2: the convolution's bias too; A_log, dt_bias and D; the norm of what a group's heads read.
         self.mamba_bias = of_heads(has_mamba, k, c)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import Latent, LayerSpec, Mamba, RecurrentNet
+from jaxsgl.models.layer_spec import ChannelDeltaNet, Latent, LayerSpec, Mamba, RecurrentNet
 from jaxsgl.models.layers import (
     Attend,
     LayerRows,
@@ -34,8 +34,9 @@ from jaxsgl.models.precision import flat_product_in_parts, product, product_in_p
 from jaxsgl.models.rope import RopeTables, reorders_heads
 from pallas_kernels import KernelChoice, LatentHeads, LatentQkv, TokenIndex
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
+from pallas_kernels.delta_tokens import ChannelTokens, DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
 from pallas_kernels.norm import Update, centred, multiplied, rms_norm, scale_of, sum_parts
+from pallas_kernels.parts import whole
 from pallas_kernels.qkv import rotate
 from pallas_kernels.short_conv import ConvTokens
 
@@ -196,6 +197,13 @@ class RecurrentMixer(Matrices):
         """The matrix that multiplies x, if it is only one."""
         return self.matrix(self.inputs_in[0], kernels) if len(self.inputs_in) == 1 else None
 
+    def made_of(self, x_TD: Rows, kernels: KernelChoice) -> jax.Array:
+        """What the layer makes of its tokens, `[T, K', rows]` or parts of it."""
+        matrices = [self.matrix(name, kernels) for name in self.inputs_in]
+        if len(matrices) == 1:
+            return product_in_parts(x_TD, matrices[0])
+        return jnp.concatenate([product(x_TD, matrix) for matrix in matrices], axis=-1)
+
     def tokens(
         self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
     ) -> StateTokens | ConvTokens:
@@ -215,11 +223,7 @@ class RecurrentMixer(Matrices):
 
         `place` is that of the layer in `ModelArch.recurrent_layers`.
         """
-        matrices = [self.matrix(name, kernels) for name in self.inputs_in]
-        if len(matrices) == 1:
-            fused = product_in_parts(x_TD, matrices[0])
-        else:
-            fused = jnp.concatenate([product(x_TD, matrix) for matrix in matrices], axis=-1)
+        fused = self.made_of(x_TD, kernels)
         factors = _factors_of_rows(self.net)
         if factors is not None:
             fused = multiplied(fused, factors)
@@ -250,13 +254,57 @@ class GatedDeltaNet(RecurrentMixer):
 
     def tokens(
         self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
-    ) -> DeltaTokens:
+    ) -> DeltaTokens | ChannelTokens:
         """See `RecurrentMixer`."""
+        return DeltaTokens(fused, self.small(vectors, rows, place), self.key_size, dtype)
+
+    def small(self, vectors: LayerVectors, rows: LayerRows, place: int) -> DeltaVectors:
+        """The layer's small parameters."""
         stacks = vectors.delta_taps, vectors.delta_decay, vectors.delta_norm
         taps, rates, scales = (rows.stack(stack, place) for stack in stacks)
         assert taps is not None and rates is not None and scales is not None
-        of_layer = DeltaVectors(taps, rates, scales, rows.row(place), self.eps)
-        return DeltaTokens(fused, of_layer, self.key_size, dtype)
+        return DeltaVectors(taps, rates, scales, rows.row(place), self.eps)
+
+
+class KimiDeltaNet(GatedDeltaNet):
+    """A gated delta-net with a decay for each number of a key (Kimi Delta Attention); of each head
+
+        q, k, v = silu(conv(x Wqkv)), q and k normalized as there
+        a       = exp(-exp(A) softplus(x Wfa Wfb + dt))   of each row of S
+        S       = diag(a) S;  S = S + k outer (b (v - S^T k))
+        out     = (rms_norm(S^T q) w sigmoid(x Wga Wgb)) Wo
+
+    Wfa and Wga make few numbers for all heads, which devices that share the model make each for itself.
+
+    Source: Kimi Linear (Moonshot AI, arXiv 2510.26692).
+    """
+
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        super().__init__(arch, spec, dtype)
+        net, by_head = spec.mixer, ("key_heads", None, None)
+        assert isinstance(net, ChannelDeltaNet)
+        d, rank = arch.hidden_size, net.rank
+        self.declare("low", (2, rank, d), (None, None, None), dtype, None, fan_in=d)
+        self.declare("read_gates", (net.key_heads, net.value_size, rank), by_head, dtype, None, fan_in=rank)
+        self.declare("decays", (net.key_heads, net.key_size, rank), by_head, dtype, None, fan_in=rank)
+
+    def reader(self, kernels: KernelChoice) -> Weights | None:
+        """Several matrices multiply x."""
+        return None
+
+    def made_of(self, x_TD: Rows, kernels: KernelChoice) -> jax.Array:
+        """See `RecurrentMixer`."""
+        assert isinstance(x_TD, jax.Array), "several matrices read rows as they are"
+        of_x = whole(super().made_of(x_TD, kernels), 3, x_TD.dtype)
+        low_T2R = product(x_TD, self.matrix("low"))
+        others = (product(low_T2R[:, i], self.matrix(name)) for i, name in ((1, "read_gates"), (0, "decays")))
+        return jnp.concatenate([of_x, *others], axis=-1)
+
+    def tokens(
+        self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
+    ) -> ChannelTokens:
+        """See `RecurrentMixer`."""
+        return ChannelTokens(fused, self.small(vectors, rows, place), self.key_size, dtype)
 
 
 class Mamba2(RecurrentMixer):

@@ -52,8 +52,15 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mamba.in_proj",),
         ("mixer.in_proj",),
         ("conv.in_proj",),
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ),
-    "state_output": (("linear_attn.out_proj",), ("mamba.out_proj",), ("mixer.out_proj",), ("conv.out_proj",)),
+    "state_output": (
+        ("linear_attn.out_proj",),
+        ("mamba.out_proj",),
+        ("mixer.out_proj",),
+        ("conv.out_proj",),
+        ("self_attn.o_proj",),
+    ),
     "embedding_gate": (("per_layer_input_gate",),),
     "embedding_out": (("per_layer_projection",),),
     "gate_up": (

@@ -1,7 +1,7 @@
 """Reads from config.json what layers are that keep states, and layers that are a mixer or an MLP alone.
 
-Owns the words of Qwen3-Next, OLMo, Granite 4.0, Bamba, Falcon-H1, Nemotron-H and LFM2 for these. Called by
-`layer_config`.
+Owns the words of Qwen3-Next, OLMo, Kimi Linear, Granite 4.0, Bamba, Falcon-H1, Nemotron-H and LFM2 for these. Called
+by `layer_config`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import numpy as np
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family
-from jaxsgl.models.layer_spec import DeltaNet, Mamba, RecurrentNet, ShortConv
+from jaxsgl.models.layer_spec import ChannelDeltaNet, DeltaNet, Mamba, RecurrentNet, ShortConv
 
 # Words of `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 DENSE, EXPERTS = "mlp", "moe"  # of blocks
 _OTHER_WORDS = {  # of published folders, by what recurs
     "delta-net": {"attention": FULL},
+    "channel-delta-net": {},
     "mamba": {"attention": FULL, "mamba": RECURRENT},
     "short-conv": {"attention": FULL, "conv": RECURRENT},
 }
@@ -37,6 +38,8 @@ def read_recurrent_net(config: ConfigFile, family: Family) -> RecurrentNet:
     """That of all layers which keep states. Raises `CheckpointError` for numbers that don't fit, or aren't served."""
     if family.recurrence == "mamba":
         return _read_mamba(config, family.mamba_keys)
+    if family.recurrence == "channel-delta-net":
+        return _read_channel_delta_net(config)
     return _read_short_conv(config) if family.recurrence == "short-conv" else _read_delta_net(config, family)
 
 
@@ -80,6 +83,23 @@ def _read_delta_net(config: ConfigFile, family: Family) -> DeltaNet:
     if made.taps < 2:
         raise CheckpointError(f"{config.path}: linear_conv_kernel_dim is 1, but must be 2 and more")
     return made
+
+
+def _read_channel_delta_net(config: ConfigFile) -> ChannelDeltaNet:
+    """By the keys of published folders, `linear_attn_config`, or those of transformers."""
+    told = _published_nets(config)
+    names = ("num_heads", "head_dim", "short_conv_kernel_size")
+    others = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    heads, size, taps = (told.count(name, config.count(other)) for name, other in zip(names, others, strict=True))
+    if taps < 2:
+        raise CheckpointError(f"{config.path}: short_conv_kernel_size is 1, but must be 2 and more")
+    return ChannelDeltaNet(heads, heads, size, size, taps, rank=size)
+
+
+def _published_nets(config: ConfigFile) -> ConfigFile:
+    told = config.section("linear_attn_config") or ConfigFile(config.path, {})
+    told.skip("num_heads", "head_dim", "short_conv_kernel_size", "full_attn_layers", "kda_layers")
+    return told
 
 
 def _read_mamba(config: ConfigFile, keys: Mapping[str, str]) -> Mamba:
@@ -160,6 +180,13 @@ def _unless_listed(config: ConfigFile, family: Family, num_layers: int) -> list[
     """The types where config.json lists none."""
     if family.windows != "none":  # as LFM3 has them
         return [FULL if i % 4 == 2 else SLIDING if i and i % 4 == 0 else RECURRENT for i in range(num_layers)]
+    if family.recurrence == "channel-delta-net":
+        told = _published_nets(config)
+        attending, others = (told.get(key) for key in ("full_attn_layers", "kda_layers"))
+        if attending is None or others is None:
+            return [FULL if i and i % ATTENTION_EVERY == 0 else RECURRENT for i in range(num_layers)]
+        numbers = range(1, num_layers + 1)
+        return [FULL if i in attending else RECURRENT if i in others else "none" for i in numbers]
     attending = config.get("attn_layer_indices", [])
     if family.recurrence == "short-conv":
         attending = config.get("full_attn_idxs", range(num_layers))

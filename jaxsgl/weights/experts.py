@@ -101,6 +101,7 @@ STACKED_NUMBERS = ("", "_weight_packed", "_packed", "_qweight")
 
 NAMES: dict[str, ExpertNames] = {
     "MixtralForCausalLM": _MIXTRAL,
+    "KimiLinearForCausalLM": _MIXTRAL,
     "PhimoeForCausalLM": replace(_MIXTRAL, in_memory=ExpertNames(router="router.weight")),
     "MiniMaxM2ForCausalLM": replace(
         _MIXTRAL, choice_bias=_MINIMAX_BIAS, in_memory=ExpertNames(choice_bias=_MINIMAX_BIAS)

@@ -289,6 +289,39 @@ _OLMO_HYBRID: dict[Path, Recipe] = {
     ("vectors", "delta_norm"): Recipe((Source(_DELTA_NET + "o_norm.weight", ("GH",)),), pieces.as_is),
 }
 
+
+def _of_kimi(*names: str) -> Recipe:
+    """What makes each of q, k, v and b by itself, or some of these."""
+    sources = tuple(Source(f"{_ATTENTION}{name}_proj.weight", ("GN" if name == "b" else "GK", "D")) for name in names)
+    return Recipe(sources, pieces.delta_inputs_by_head)
+
+
+_KIMI_LINEAR: dict[Path, Recipe] = {
+    **_LATENT,
+    ("channel_delta_net", "inputs"): _of_kimi("q", "k", "v", "b"),
+    ("channel_delta_net", "qkvz"): _of_kimi("q", "k", "v"),
+    ("channel_delta_net", "gates"): _of_kimi("b"),
+    ("channel_delta_net", "low"): Recipe(
+        tuple(Source(f"{_ATTENTION}{name}_a_proj.weight", ("GR", "D")) for name in "fg"), pieces.stacked
+    ),
+    ("channel_delta_net", "read_gates"): Recipe(
+        (Source(_ATTENTION + "g_b_proj.weight", ("GV", "GR")),), pieces.by_key_head
+    ),
+    ("channel_delta_net", "decays"): Recipe(
+        (Source(_ATTENTION + "f_b_proj.weight", ("GK", "GR")),), pieces.by_key_head
+    ),
+    ("channel_delta_net", "output"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "GV")),), pieces.as_is),
+    ("vectors", "delta_taps"): Recipe(
+        tuple(Source(f"{_ATTENTION}{name}_conv1d.weight", ("GK", "1", "GT")) for name in "qkv"),
+        pieces.delta_taps_apart,
+    ),
+    ("vectors", "delta_decay"): Recipe(
+        (Source(_ATTENTION + "A_log", ("1", "1", "GN", "1")), Source(_ATTENTION + "dt_bias", ("GK",))),
+        pieces.channel_rates,
+    ),
+    ("vectors", "delta_norm"): Recipe((Source(_ATTENTION + "o_norm.weight", ("GH",)),), pieces.as_is),
+}
+
 _OF_MAMBA: dict[Path, Recipe] = {
     ("mamba", "inputs"): Recipe((Source(_MAMBA + "in_proj.weight", ("GI", "D")),), pieces.mamba_inputs),
     ("mamba", "qkvz"): Recipe((Source(_MAMBA + "in_proj.weight", ("GI", "D")),), pieces.mamba_channels_and_gates),
@@ -535,6 +568,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Lfm2MoeForCausalLM": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
     "NemotronHForCausalLM": _NEMOTRON_H,
+    "KimiLinearForCausalLM": _KIMI_LINEAR,
     "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Qwen3_5ForCausalLM": _HYBRID,

@@ -294,6 +294,19 @@ def delta_rates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]
         yield Piece((slice(None), slice(2, 3)), np.full((heads, 1, group), net.most_written, np.float32))
 
 
+def channel_rates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A_log `[1, 1, K', 1]` and dt_bias `[K' h]`, to `[K', 2, h]`."""
+    heads, h, _, _ = _recurrent_parts(arch)
+    of_heads, of_channels = tensors
+    yield Piece((slice(None), slice(0, 1)), np.broadcast_to(of_heads.reshape(heads, 1, 1), (heads, 1, h)))
+    yield Piece((slice(None), slice(1, 2)), of_channels.reshape(heads, 1, h))
+
+
+def by_key_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """A matrix of all key heads `[K' * rows, in]`, to `[K', rows, in]`."""
+    yield Piece((), tensors[0].reshape(_recurrent_parts(arch)[0], -1, tensors[0].shape[1]))
+
+
 def delta_taps_apart(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """`delta_taps` of three convolutions, one after the other."""
     yield from delta_taps(arch, (np.concatenate(tensors),))

@@ -115,6 +115,8 @@ _OTHER_SPELLINGS = {
     ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1 there
     ".attention_layer_norm.": ".input_layernorm.",  # of OLMo's layers with states
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    # Of Kimi Linear's layers without experts, as transformers writes them.
+    **{f".block_sparse_moe.{part}_proj.": f".mlp.{part}_proj." for part in ("gate", "up", "down")},
     ".ln_attn.": ".input_layernorm.",  # where Falcon has a second norm
     ".ln_mlp.": ".post_attention_layernorm.",
 }

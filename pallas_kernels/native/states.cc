@@ -65,10 +65,11 @@ struct Problem {
   Sequences seqs;
   const float *q, *k;         // [T, K, h]
   const float* v;             // [T, K, r, v]
-  const float *decay, *beta;  // [T, K, r]
+  const float* decay;         // [T, K, r, num_decays]: of a value head, or of each number of its key
+  const float* beta;          // [T, K, r]
   float* states;              // [P, K, r, h, v]
   float* out;                 // [T, K, r, v]
-  int num_heads, group, key_size, value_size;
+  int num_heads, group, key_size, value_size, num_decays;
 
   float* State(int at, int head) const {
     return states + (int64_t(at) * num_heads + head) * key_size * value_size;
@@ -81,10 +82,14 @@ struct Columns {
   int stride;
 };
 
+// Which rule it is: that of Mamba-2, which corrects nothing, or the delta rule, whose rows may have decays of their own.
+enum class Rule { kMamba, kDelta, kDeltaByChannel };
+
 // One token: what it reads, and the columns after it. Without a state before it, `from` is not read.
-template <bool corrects, int V, bool has_state>
-[[gnu::always_inline]] inline void Move(int key_size, const float* q, const float* k, const float* values, float decay,
-                                        float beta, Columns from, Columns to, float* out) {
+template <Rule rule, int V, bool has_state>
+[[gnu::always_inline]] inline void Move(int key_size, const float* q, const float* k, const float* values,
+                                        const float* decay, float beta, Columns from, Columns to, float* out) {
+  constexpr bool corrects = rule != Rule::kMamba, by_channel = rule == Rule::kDeltaByChannel;
   Floats written[V], read[2][V];
   for (int v = 0; v < V; ++v) written[v] = Load(values + kLanes * v), read[0][v] = read[1][v] = Zero();
   if (corrects && has_state) {
@@ -93,21 +98,22 @@ template <bool corrects, int V, bool has_state>
     for (int i = 0; i < key_size; i += 2)
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
-        const Floats key = All(k[i + half]);
+        const Floats key = All(by_channel ? k[i + half] * decay[i + half] : k[i + half]);
         const float* const row = from.numbers + int64_t(i + half) * from.stride;
         for (int v = 0; v < V; ++v) found[half][v] = TimesPlus(key, Load(row + kLanes * v), found[half][v]);
       }
-    for (int v = 0; v < V; ++v) written[v] = MinusProduct(All(decay), Add(found[0][v], found[1][v]), written[v]);
+    const Floats left = All(by_channel ? 1.0f : *decay);
+    for (int v = 0; v < V; ++v) written[v] = MinusProduct(left, Add(found[0][v], found[1][v]), written[v]);
   }
   for (int v = 0; v < V; ++v) written[v] = Times(written[v], All(beta));
   for (int i = 0; i < key_size; i += 2)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const Floats key = All(k[i + half]), query = All(q[i + half]);
+      const Floats key = All(k[i + half]), query = All(q[i + half]), left = All(decay[by_channel ? i + half : 0]);
       const float* const row = from.numbers + int64_t(i + half) * from.stride;
       float* const next = to.numbers + int64_t(i + half) * to.stride;
       for (int v = 0; v < V; ++v) {
-        const Floats before = has_state ? Times(Load(row + kLanes * v), All(decay)) : Zero();
+        const Floats before = has_state ? Times(Load(row + kLanes * v), left) : Zero();
         const Floats after = TimesPlus(key, written[v], before);
         Store(next + kLanes * v, after);
         read[half][v] = TimesPlus(query, after, read[half][v]);
@@ -121,7 +127,7 @@ struct alignas(64) Scratch {
 };
 
 // V registers of columns from `column` on, of one head, through the tokens of one sequence.
-template <bool corrects, int V>
+template <Rule rule, int V>
 void MoveColumns(const Problem& p, int seq, int head, int column) {
   thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
   const Sequences& seqs = p.seqs;
@@ -137,8 +143,8 @@ void MoveColumns(const Problem& p, int seq, int head, int column) {
     const float* const k = p.k + (token * key_heads + key_head) * p.key_size;
     const int64_t of_head = token * p.num_heads + head, at = of_head * p.value_size + column;
     const Columns to = t + 1 == count ? last : between;
-    const auto move = t > 0 || seqs.starts[seq] > 0 ? Move<corrects, V, true> : Move<corrects, V, false>;
-    move(p.key_size, q, k, p.v + at, p.decay[of_head], p.beta[of_head], from, to, p.out + at);
+    const auto move = t > 0 || seqs.starts[seq] > 0 ? Move<rule, V, true> : Move<rule, V, false>;
+    move(p.key_size, q, k, p.v + at, p.decay + of_head * p.num_decays, p.beta[of_head], from, to, p.out + at);
     for (int n = seq; n < seqs.num_kept * seqs.count; n += seqs.count) {
       if (seqs.kept_at[n] != t + 1) continue;
       float* const kept = p.State(seqs.kept_to[n], head) + column;
@@ -149,14 +155,14 @@ void MoveColumns(const Problem& p, int seq, int head, int column) {
   }
 }
 
-template <bool corrects>
+template <Rule rule>
 void MoveHead(const Problem& p, int seq, int head) {
   int column = 0;
   for (; column + kMost * kLanes <= p.value_size; column += kMost * kLanes)
-    MoveColumns<corrects, kMost>(p, seq, head, column);
+    MoveColumns<rule, kMost>(p, seq, head, column);
   if constexpr (kMost > 2)
-    for (; column + 2 * kLanes <= p.value_size; column += 2 * kLanes) MoveColumns<corrects, 2>(p, seq, head, column);
-  for (; column < p.value_size; column += kLanes) MoveColumns<corrects, 1>(p, seq, head, column);
+    for (; column + 2 * kLanes <= p.value_size; column += 2 * kLanes) MoveColumns<rule, 2>(p, seq, head, column);
+  for (; column < p.value_size; column += kLanes) MoveColumns<rule, 1>(p, seq, head, column);
 }
 
 // Arguments and results as in `Problem`; `before` and `after` lie in the same memory, if nobody else needs `before`.
@@ -178,15 +184,18 @@ ffi::Error MoveStates(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
                   int(sizes[1] * sizes[2]),
                   int(sizes[2]),
                   int(sizes[3]),
-                  int(sizes[4])};
-  if (p.key_size % 2 || p.key_size > kMaxKeySize || p.value_size % kLanes)
+                  int(sizes[4]),
+                  int(decay.dimensions()[3])};
+  const bool by_channel = p.num_decays == p.key_size;
+  if (p.key_size % 2 || p.key_size > kMaxKeySize || p.value_size % kLanes || (by_channel && !corrects))
     return {ffi::ErrorCode::kInvalidArgument, "states of these sizes are not supported"};
   if (ffi::Error error = seqs.Check(sizes[0]); error.failure()) return error;
   if (before.typed_data() != after->typed_data()) std::memcpy(p.states, before.typed_data(), before.size_bytes());
   const int64_t row = int64_t(p.num_heads) * p.value_size, num_tokens = v.dimensions()[0];
   std::fill(p.out + seqs.NumTokens() * row, p.out + num_tokens * row, 0.0f);
-  const auto work = [p, corrects](int i) {
-    const auto move = corrects ? MoveHead<true> : MoveHead<false>;
+  const auto move = !corrects ? MoveHead<Rule::kMamba> : by_channel ? MoveHead<Rule::kDeltaByChannel>
+                                                                    : MoveHead<Rule::kDelta>;
+  const auto work = [p, move](int i) {
     move(p, i / p.num_heads, i % p.num_heads);
   };
   InParallel(pool, seqs.count * p.num_heads, work);

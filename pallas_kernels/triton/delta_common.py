@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import L2_EPS, DeltaTokens, StateTokens
+from pallas_kernels.delta_tokens import L2_EPS, MambaTokens, StateTokens
 
 _NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
 
@@ -27,9 +27,9 @@ class Small(NamedTuple):
 def small_of(tokens: StateTokens) -> Small:
     """Those of the layer whose tokens these are."""
     vectors = tokens.vectors
-    if isinstance(tokens, DeltaTokens):
-        return Small(vectors.taps, None, vectors.rates, tokens.vectors.scales)
-    return Small(vectors.taps, tokens.vectors.bias, vectors.rates, None)
+    if isinstance(tokens, MambaTokens):
+        return Small(vectors.taps, tokens.vectors.bias, vectors.rates, None)
+    return Small(vectors.taps, None, vectors.rates, vectors.scales)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tests.grids import NIGHTLY, daily
 pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-KINDS = daily(HYBRID_KINDS, every=6)
+KINDS = daily(HYBRID_KINDS, every=7)
 
 
 @pytest.fixture(scope="module", params=KINDS)

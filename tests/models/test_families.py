@@ -44,6 +44,7 @@ UNTRIED = {
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
+    "kimi_linear": ("model_max_length", "num_hidden_layers"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
     "gemma3n": ("num_hidden_layers",),
     **dict.fromkeys(

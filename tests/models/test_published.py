@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DenseMlp, Latent, MoeMlp
+from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, Latent, MoeMlp
 
 HY3: dict[str, Any] = {
     "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312,
@@ -23,6 +23,21 @@ HY3: dict[str, Any] = {
     "enable_attention_fp32_softmax": True, "enable_moe_fp32_combine": False, "enable_lm_head_fp32": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0}, "rms_norm_eps": 1e-05,
     "tie_word_embeddings": False,
+}  # fmt: skip
+KIMI_LINEAR: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 2304, "head_dim": 72,
+    "intermediate_size": 9216, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "kv_lora_rank": 512, "q_lora_rank": None, "mla_use_nope": True,
+    "linear_attn_config": {
+        "full_attn_layers": [4], "kda_layers": [1, 2, 3, 5], "head_dim": 128, "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "model_max_length": 1048576, "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8,
+    "num_nextn_predict_layers": 0, "num_shared_experts": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840,
+    "eos_token_id": 163586,
 }  # fmt: skip
 FALCON: dict[str, Any] = {
     "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544,
@@ -225,6 +240,25 @@ def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized
     assert [layer.matrices - layer.unquantized for layer in arch.layers] == [set(), {"experts"}, {"experts"}]
     text = {key: value for key, value in KIMI_K25["text_config"].items() if key != "quantization_config"}
     assert read(tmp_path, {**KIMI_K25, "text_config": text, "quantization_config": _INT4}) == arch
+
+
+def test_kimi_linear_lists_its_layers_from_1_on(tmp_path: Path) -> None:
+    arch = read(tmp_path, KIMI_LINEAR)
+    assert (arch.attention_layers, arch.recurrent_layers) == ((3,), (0, 1, 2, 4))
+    assert arch.latent == Latent(q_rank=None, kv_rank=512, rotated=64, unrotated=128, value=128)
+    assert arch.recurrent_net == ChannelDeltaNet(32, 32, 128, 128, 4, rank=128)
+    assert {layer.rope for layer in arch.layers} == {None} and arch.max_context == 1_048_576
+    dense, *mixtures = (layer.mlp for layer in arch.layers)
+    assert not isinstance(dense, MoeMlp) and len(set(mixtures)) == 1 and arch.mixture is not None
+    router = arch.mixture.router
+    assert (router.top_k, router.score, router.renormalize, router.scale) == (8, "sigmoid", True, 2.446)
+    for changes, named in (
+        ({"mla_use_nope": False}, "mla_use_nope is false"),
+        ({"linear_attn_config": {**KIMI_LINEAR["linear_attn_config"], "kda_layers": [1, 2, 3]}}, "layer_types is"),
+        ({"linear_attn_config": {**KIMI_LINEAR["linear_attn_config"], "gate_lower_bound": -5.0}}, "gate_lower_bound"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            read(tmp_path, {**KIMI_LINEAR, **changes})
 
 
 def test_coheres_mixtures_are_understood_in_all_their_forms(tmp_path: Path) -> None:

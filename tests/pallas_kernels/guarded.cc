@@ -445,15 +445,16 @@ Call States(Random& random, XLA_FFI_Handler* handler) {
   int64_t tokens;
   const std::vector<int32_t> counts = Counts(random, &tokens);
   const int64_t of_keys = tokens * heads * keys, of_heads = tokens * heads * group;
-  std::vector<float> decay(of_heads);
+  const int64_t corrects = Below(random, 2), decays = corrects && Below(random, 2) ? keys : 1;
+  std::vector<float> decay(of_heads * decays);
   for (float& x : decay) x = float(random() % 1000) / 1000;  // so that states stay finite
   Call call{handler,
             {MakeArray(XLA_FFI_DataType_F32, {tokens, heads, keys}, Floats(random, of_keys)),
              MakeArray(XLA_FFI_DataType_F32, {tokens, heads, keys}, Floats(random, of_keys)),
              MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group, values}, Floats(random, of_heads * values)),
-             MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group}, decay),
+             MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group, decays}, decay),
              MakeArray(XLA_FFI_DataType_F32, {tokens, heads, group}, Floats(random, of_heads))},
-            {{"corrects", XLA_FFI_DataType_PRED, Below(random, 2)}},
+            {{"corrects", XLA_FFI_DataType_PRED, corrects}},
             {XLA_FFI_DataType_F32, {tokens, heads, group, values}, std::vector<char>(4 * of_heads * values)}};
   AddStates(random, call, counts, {heads, group, keys, values});
   return call;

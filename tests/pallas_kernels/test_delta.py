@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend, delta_run
 from pallas_kernels.delta_tokens import (
     BLOCK,
+    ChannelTokens,
     DeltaTokens,
     DeltaVectors,
     MambaTokens,
@@ -40,8 +41,10 @@ decode = jax.jit(delta_decode, static_argnames=("backend",))
 _recur = jax.jit(functools.partial(plain_recur, 0))
 
 
-def drawn(num_tokens: int, seed: int, corrects: bool = True) -> StateTokens:
-    rng = np.random.default_rng(seed)
+def drawn(num_tokens: int, seed: int, rule: str = "delta rule") -> StateTokens:
+    rng, corrects = np.random.default_rng(seed), rule == "delta rule"
+    if rule == "by channel":
+        return by_channel(rng.standard_normal((num_tokens, HEADS, 2 * KEY + VALUE + 1 + VALUE + KEY)))
     taps = np.random.default_rng(99).standard_normal((HEADS, CHANNELS, TAPS))
     rates = np.random.default_rng(98).uniform(-2, 0, (HEADS, 3, GROUP))
     if corrects:
@@ -55,7 +58,16 @@ def drawn(num_tokens: int, seed: int, corrects: bool = True) -> StateTokens:
     return MambaTokens(a, MambaVectors(b, bias, c, d, row=0, eps=1e-6), KEY, a.dtype)
 
 
-RULES = pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "Mamba-2"])
+def by_channel(fused: np.ndarray) -> ChannelTokens:
+    """Decays from 1 to exp(-10) a token, so that after a block nothing is left of some numbers, and all of others."""
+    rates = np.random.default_rng(98).uniform(-3, 2, (1, HEADS, 2, KEY))
+    taps = np.random.default_rng(99).standard_normal((1, HEADS, 2 * KEY + VALUE, TAPS))
+    scales = np.random.default_rng(97).standard_normal((1, VALUE))
+    a, b, c, d = (jnp.asarray(x, jnp.float32) for x in (fused, taps, rates, scales))
+    return ChannelTokens(a, DeltaVectors(b, c, d, row=0, eps=1e-6), KEY, a.dtype)
+
+
+RULES = pytest.mark.parametrize("rule", ["delta rule", "Mamba-2", "by channel"])
 
 
 @pytest.fixture(params=["xla", "native"])
@@ -73,10 +85,11 @@ def recur(seq: StateTokens) -> np.ndarray:
     return np.asarray(_recur(replace(seq, product=jnp.asarray(padded))))[:length]
 
 
-def stale() -> DeltaStates:
+def stale(rule: str = "delta rule") -> DeltaStates:
     """States that no sequence may begin with."""
-    matrices = jnp.full((PLACES, HEADS, GROUP, KEY, VALUE), 7.0)
-    return DeltaStates(matrices, jnp.full((PLACES, TAPS, HEADS, CHANNELS), 7.0))
+    group = 1 if rule == "by channel" else GROUP
+    matrices = jnp.full((PLACES, HEADS, group, KEY, VALUE), 7.0)
+    return DeltaStates(matrices, jnp.full((PLACES, TAPS, HEADS, 2 * KEY + group * VALUE), 7.0))
 
 
 def step_of(
@@ -103,11 +116,11 @@ def step_of(
 
 
 @RULES
-def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence(corrects: bool, backend: str) -> None:
+def test_ragged_chunks_of_several_sequences_are_each_sequences_recurrence(rule: str, backend: str) -> None:
     rng, lengths = np.random.default_rng(1), (1, 11, 150, BLOCK, 2 * BLOCK + 1)
-    seqs = [drawn(length, seed, corrects) for seed, length in enumerate(lengths)]
+    seqs = [drawn(length, seed, rule) for seed, length in enumerate(lengths)]
     found: list[list[np.ndarray]] = [[] for _ in seqs]
-    done, states = [0] * len(seqs), stale()
+    done, states = [0] * len(seqs), stale(rule)
     while any(left := [length - n for length, n in zip(lengths, done, strict=True)]):
         chunks = [(s, done[s], min(int(rng.integers(1, 60)), left[s])) for s in range(len(seqs)) if left[s]]
         tokens, of_step, offsets = step_of(seqs, chunks)
@@ -130,10 +143,10 @@ def test_a_step_may_have_fewer_tokens_than_the_convolution_has_taps(backend: str
 
 
 @RULES
-def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0(corrects: bool, backend: str) -> None:
-    seqs = [drawn(40, 0, corrects), drawn(40, 1, corrects)]
+def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0(rule: str, backend: str) -> None:
+    seqs = [drawn(40, 0, rule), drawn(40, 1, rule)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, 37)])
-    _, states = extend(tokens, stale(), of_step, backend=backend)
+    _, states = extend(tokens, stale(rule), of_step, backend=backend)
     dummies = [np.asarray(each[DUMMY]) for each in states]
     first = np.array([37, 0])
     for i in range(3):
@@ -182,13 +195,13 @@ def test_a_kernel_adds_up_parts_of_the_product_whatever_their_number(num_parts: 
 
 @RULES
 def test_a_state_has_the_same_bits_whatever_the_chunks_between_blocks_and_whatever_runs_beside_it(
-    corrects: bool, backend: str
+    rule: str, backend: str
 ) -> None:
     length = 4 * BLOCK
-    seqs = [drawn(length, 5, corrects), drawn(length, 6, corrects)]
+    seqs = [drawn(length, 5, rule), drawn(length, 6, rule)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, length)])
-    whole, at_once = extend(tokens, stale(), of_step, backend=backend)
-    states, parts = stale(), []
+    whole, at_once = extend(tokens, stale(rule), of_step, backend=backend)
+    states, parts = stale(rule), []
     for first, count in ((0, BLOCK), (BLOCK, 2 * BLOCK), (3 * BLOCK, BLOCK)):
         tokens, of_step, offsets = step_of(seqs, [(1, 0, 29), (0, first, count)])
         out, states = extend(tokens, states, of_step, backend=backend)
@@ -217,11 +230,11 @@ def test_states_inside_a_chunk_are_kept_and_gone_on_from_like_those_at_its_end(b
 
 
 @RULES
-def test_states_that_are_only_read_stay_as_they_are(corrects: bool, backend: str) -> None:
+def test_states_that_are_only_read_stay_as_they_are(rule: str, backend: str) -> None:
     """Of runs across the ends of blocks, a token alone, and one that begins."""
-    seqs = [drawn(2 * BLOCK, seed, corrects) for seed in range(3)]
+    seqs = [drawn(2 * BLOCK, seed, rule) for seed in range(3)]
     tokens, of_step, _ = step_of(seqs, [(0, 0, BLOCK - 3), (1, 0, 40)])
-    _, states = extend(tokens, stale(), of_step, backend=backend)
+    _, states = extend(tokens, stale(rule), of_step, backend=backend)
     chunks = [(0, BLOCK - 3, 8), (1, 40, 1), (2, 0, 5)]
     tokens, of_step, offsets = step_of(seqs, chunks, kept=[(3, 4), (0, DUMMY)])
     out, after = run(tokens, states, of_step, backend=backend, moves=False)
@@ -235,12 +248,12 @@ def test_states_that_are_only_read_stay_as_they_are(corrects: bool, backend: str
 
 
 @RULES
-def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block(corrects: bool, backend: str) -> None:
+def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block(rule: str, backend: str) -> None:
     """One goes on and is kept, one begins; one begins at a kept state, and so takes a block."""
-    seqs = [drawn(2 * BLOCK, seed, corrects) for seed in range(4)]
+    seqs = [drawn(2 * BLOCK, seed, rule) for seed in range(4)]
     first = BLOCK - 1
     tokens, of_step, _ = step_of(seqs, [(0, 0, first), (2, 0, 30), (3, 0, BLOCK)], kept=[(0, DUMMY), (0, DUMMY)])
-    _, states = extend(tokens, stale(), of_step, backend=backend)
+    _, states = extend(tokens, stale(rule), of_step, backend=backend)
     states = DeltaStates(*(each.at[5].set(each[3]).at[3].set(7.0) for each in states))
     chunks = [(0, first, 1), (1, 0, 1), (2, 30, 70), (3, BLOCK, 1)]
     tokens, of_step, offsets = step_of(seqs, chunks, kept=[(1, 4), (0, DUMMY)])
@@ -278,6 +291,14 @@ def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
     np.testing.assert_allclose(found[0][:8], right[0][:8], atol=ATOL)
     for mine, others in zip(found[1], right[1], strict=True):
         np.testing.assert_allclose(mine[:DUMMY], others[:DUMMY], atol=ATOL)
+
+
+def test_kernels_of_gpus_refuse_decays_by_channel() -> None:
+    tokens = drawn(1, 0, "by channel")
+    with pytest.raises(ValueError, match="each number of a key decays by itself; it takes one decay of a value head"):
+        delta_decode(
+            tokens, stale("by channel"), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True
+        )
 
 
 def test_no_call_of_a_library_waits_in_the_loop_over_blocks() -> None:

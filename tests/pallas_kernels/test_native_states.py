@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend, delta_run
-from pallas_kernels.delta_tokens import DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, Sequences, StateTokens
+from pallas_kernels.delta_tokens import (
+    ChannelTokens,
+    DeltaTokens,
+    DeltaVectors,
+    MambaTokens,
+    MambaVectors,
+    Sequences,
+    StateTokens,
+)
 from pallas_kernels.native import library
 
 pytestmark = pytest.mark.usefixtures("native_runs_here")
@@ -44,6 +52,10 @@ def layer(
         of_delta = DeltaVectors(some(2, heads, channels, taps), some(2, heads, 2, group), some(2, value), 1, 1e-6)
         row = channels + group * (value + 2)
         tokens = DeltaTokens(some(num_tokens, heads, row), of_delta, key, jnp.dtype("float32"))
+    elif kind == "by channel":
+        of_delta = DeltaVectors(some(2, heads, channels, taps), some(2, heads, 2, key), some(2, value), 1, 1e-6)
+        row = channels + 1 + value + key
+        tokens = ChannelTokens(some(num_tokens, heads, row), of_delta, key, jnp.dtype("float32"))
     else:
         bias, scales = some(2, heads, channels), some(2, heads, group * value)
         of_mamba = MambaVectors(some(2, heads, channels, taps), bias, some(2, heads, 3, group), scales, 1, 1e-6)
@@ -64,6 +76,7 @@ SIZES = [
     ("delta", 2, 2, 8, 16, 4),
     ("delta", 1, 3, 24, 80, 2),
     ("delta", 2, 1, 128, 128, 4),
+    ("by channel", 2, 1, 24, 80, 4),
     ("mamba", 1, 4, 128, 64, 4),
     ("mamba", 3, 2, 16, 48, 8),
 ]
@@ -86,10 +99,10 @@ def test_prompts_and_decodes_are_those_of_xla(sizes: tuple[str, int, int, int, i
     assert_equal(jax.jit(functools.partial(delta_decode, backend="native"))(few, states, *at), right, 3)
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_a_run_of_tokens_has_the_bits_of_its_tokens_one_by_one(kind: str, way: str) -> None:
+@pytest.mark.parametrize(("kind", "group"), [("delta", 2), ("mamba", 2), ("by channel", 1)])
+def test_a_run_of_tokens_has_the_bits_of_its_tokens_one_by_one(kind: str, group: int, way: str) -> None:
     """So drafts change no answer: they are verified as a run, whatever is next to it."""
-    tokens, states = layer(kind, 9, 2, 2, 128, 128, 4)
+    tokens, states = layer(kind, 9, 2, group, 128, 128, 4)
     rows = jnp.array([1, 2, 2, 2])
     seqs = Sequences(jnp.array([0, 6, 9, 9, 9]), jnp.array([40, 7, 0, 0]), rows, rows, *jnp.zeros((2, 1, 4), int))
     run = jax.jit(delta_run, static_argnames=("moves", "backend"))

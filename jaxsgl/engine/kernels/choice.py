@@ -219,12 +219,14 @@ def _matrix_shapes(arch: ModelArch, num_devices: int, num_ranks: int) -> tuple[M
 def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     """Outputs and inputs of each matrix around attention and states, and which of them devices share: "" for none."""
     hidden, n, latent, net = arch.hidden_size, arch.num_heads, arch.latent, arch.recurrent_net
+    others = []
+    if net is not None:
+        values = net.value_heads * net.value_size
+        others = [(net.key_heads * net.rows, hidden, "outputs"), (hidden, values, "inputs")]
     if latent is None:
         out = n * arch.head_dim
-        others = [(out, hidden, "outputs")] if arch.reading_layers else []  # queries without keys
-        if net is not None:
-            values = net.value_heads * net.value_size
-            others = [(net.key_heads * net.rows, hidden, "outputs"), (hidden, values, "inputs")]
+        if arch.reading_layers:
+            others = [(out, hidden, "outputs")]  # queries without keys
         return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *others, (hidden, out, "inputs")]
     query = n * (latent.unrotated + latent.rotated)
     queries = [(query, hidden, "outputs")]
@@ -233,4 +235,4 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     index = latent.index
     if index is not None:
         queries += [(index.num_heads * index.size, latent.q_rank or 0, ""), (index.size, hidden, "")]
-    return [*queries, (latent.kv_rank + latent.rotated, hidden, ""), (hidden, n * latent.value, "inputs")]
+    return [*queries, (latent.kv_rank + latent.rotated, hidden, ""), *others, (hidden, n * latent.value, "inputs")]

@@ -1,11 +1,14 @@
-"""Families with layers that keep states in the place of attention: gated delta-nets, Mamba-2, short convolutions."""
+"""Families with layers that keep states in the place of attention: gated delta-nets, Mamba-2, short convolutions.
+
+Of Kimi Linear the other layers attend over a latent.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from jaxsgl.models.families.dense import GRANITE
-from jaxsgl.models.families.mixtures import GRANITE_MOE, GRANITE_MOE_DEFAULTS
+from jaxsgl.models.families.mixtures import DEEPSEEK_MOE, GRANITE_MOE, GRANITE_MOE_DEFAULTS
 from jaxsgl.models.families.towers import QWEN3_5_TOWER
 from jaxsgl.models.family import Family, MoeFamily
 
@@ -238,6 +241,45 @@ RECURRENT: dict[str, Family] = {
         ignored=frozenset(
             {"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"}
         ),
+    ),
+    "KimiLinearForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=None,
+        latent=True,
+        turned_layers="none",
+        recurrence="channel-delta-net",
+        moe=replace(DEEPSEEK_MOE, count_keys=("num_experts",)),
+        keys={
+            "max_position_embeddings": "model_max_length",
+            "norm_topk_prob": "moe_renormalize",
+            "n_group": "num_expert_group",
+            "num_experts_per_tok": "num_experts_per_token",
+            "n_shared_experts": "num_shared_experts",
+        },
+        required={"hidden_act": "silu", "mla_use_nope": True, "moe_router_activation_func": "sigmoid"},
+        defaults={
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_renormalize": True,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.446,
+            "rms_norm_eps": 1e-5,
+            "model_max_length": 1_048_576,
+            "eos_token_id": 163_586,
+        },
+        # `head_dim` is of nothing.
+        ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads", "use_grouped_topk"}),
     ),
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": replace(
