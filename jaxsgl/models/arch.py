@@ -677,7 +677,10 @@ def _read_unit_factors(config: ConfigFile, family: Family) -> tuple[float, float
 
 def _read_attention_scale(config: ConfigFile, family: Family, latent: Latent | None, head_dim: int) -> float | None:
     if latent is not None:
-        return (latent.unrotated + latent.rotated) ** -0.5 * read_latent_amplitude(config) ** 2
+        of_queries = 1.0
+        if family.scales_latents:
+            of_queries = (config.count("hidden_size") / config.count("q_lora_rank")) ** 0.5
+        return (latent.unrotated + latent.rotated) ** -0.5 * read_latent_amplitude(config) ** 2 * of_queries
     if family.multipliers == "by part":
         factor = config.number("key_multiplier", 1.0) * config.number("attention_in_multiplier", 1.0) ** 2
         return None if factor == 1 else head_dim**-0.5 * factor

@@ -142,6 +142,7 @@ class _Pass:
       ranks: the tokens that MLPs and experts compute.
       tables: by rope and size of heads, see `DecoderLayers._rope_of`.
       embeddings: `[T, L, P]`, those of the layers; None: they have none.
+      shortcuts: what experts of the layer before add at the end of this one, if anything.
     """
 
     context: StepContext
@@ -149,6 +150,7 @@ class _Pass:
     ranks: TokensOfRanks
     tables: Mapping[RopeKey, RopeTables]
     embeddings: jax.Array | None
+    shortcuts: list[Update] = field(default_factory=list)
 
     @property
     def kernels(self) -> KernelChoice:
@@ -172,6 +174,17 @@ class DecoderLayer(nnx.Module):
         self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
         self.laurel = Laurel(arch, dtype) if arch.laurel_rank else None
         self._shares_norm = arch.parallel == "shared norm"
+        self._has_shortcut = spec.shortcut
+
+    @property
+    def shortcut(self) -> MoE | None:
+        """The experts that read what the MLP reads, and whose result the next layer adds, if there are any."""
+        return self.experts if self._has_shortcut else None
+
+    @property
+    def experts_beside(self) -> MoE | None:
+        """The experts whose result is added to that of the MLP, if there are any."""
+        return None if self._has_shortcut else self.experts
 
     @property
     def mixer(self) -> AttentionMixer | RecurrentMixer | None:
@@ -199,7 +212,9 @@ class DecoderLayer(nnx.Module):
 
     def mlp_reader(self, kernels: KernelChoice) -> Weights | None:
         """The only matrix that multiplies what its MLP reads; None: there are several."""
-        return self.mlp.matrix("gate_up", kernels) if isinstance(self.mlp, MLP) else None
+        if not isinstance(self.mlp, MLP) or self.shortcut is not None:
+            return None
+        return self.mlp.matrix("gate_up", kernels)
 
 
 def _mlp(
@@ -260,12 +275,13 @@ class DecoderLayers(Matrices):
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             context.note_stream(index, x_TD)
+            shortcuts = [step.shortcuts.pop() for _ in tuple(step.shortcuts)]
             x_TD, (*before, update) = self._through_blocks(index, x_TD, read_TD, step)
-            if layer.experts is not None:
-                update = self._with_experts(layer.experts, index, x_TD, update, step)
+            if layer.experts_beside is not None:
+                update = self._with_experts(layer.experts_beside, index, x_TD, update, step)
             if context.images is not None and index + 1 < context.images.num_parts:
                 update = sum_parts(update, x_TD) + context.images.part(index + 1).astype(x_TD.dtype)
-            x_TD, predicted, read_TD = self._after_layer(index, x_TD, predicted, (*before, update), step)
+            x_TD, predicted, read_TD = self._after_layer(index, x_TD, predicted, (*before, update, *shortcuts), step)
         context.note_stream(arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
@@ -299,6 +315,9 @@ class DecoderLayers(Matrices):
             x_TD, _ = self._add(x_TD, mixed, out_norm, None, step.kernels, ())
             x_TD = layer.laurel(x_TD, read_TD, rows.of(vectors.laurel_norm, index))
             read_TD = next_norm(x_TD, self.arch.rms_norm_eps)
+        if layer.shortcut is not None:
+            assert isinstance(read_TD, jax.Array), "routers read rows as they are"
+            step.shortcuts.append(self._of_experts(layer.shortcut, step.ranks.gathered(read_TD), None, step))
         return x_TD, (self._mlp(layer, index, read_TD, step),)
 
     def _mixed(self, index: int, read_TD: Rows, step: _Pass) -> tuple[Update, ...]:

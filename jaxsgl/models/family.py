@@ -55,6 +55,7 @@ class MoeFamily:
       shared_mean_key: the key that says whether the results of the shared experts and of the others are added ("sum")
         or their mean taken ("average"); None: they are added.
       latent_key: the key of `MoeMlp.latent_size`; None: experts read x.
+      identities_key: the key of `MoeMlp.num_identities`; None: there are none.
       shared_gate, scales_inputs: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
       top_k_key: the key of the number of chosen experts.
@@ -87,6 +88,7 @@ class MoeFamily:
     shared_gate: bool = False
     scales_inputs: bool = False
     latent_key: str | None = None
+    identities_key: str | None = None
     clamped: bool = False
     top_k_key: str = "num_experts_per_tok"
     switch: str | None = None
@@ -284,6 +286,8 @@ class Family:
       ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
+      scales_latents: what queries are made of and latents are multiplied by the root of D over their sizes.
+      halves: a layer of config.json is two, with attention and an MLP each; the first has a `LayerSpec.shortcut`.
       index: an index chooses the tokens that they attend to, and of its keys numbers turn together that are half of
         them apart, or pairs of neighbours; None: they attend to all.
       recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval`,
@@ -372,6 +376,8 @@ class Family:
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False
+    scales_latents: bool = False
+    halves: bool = False
     index: Literal["halves", "pairs"] | None = None
     recurrence: Literal["delta-net", "channel-delta-net", "mamba", "short-conv"] | None = None
     wide_delta: bool = False

@@ -62,7 +62,7 @@ class Layers:
 def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Latent | None) -> Layers:
     """All layers; `heads` are those of the model. Raises `CheckpointError` for what isn't supported."""
     blocks = read_blocks(config) if family.blocks else None
-    num_layers = config.count("num_hidden_layers") if blocks is None else len(blocks)
+    num_layers = config.count("num_hidden_layers") * (2 if family.halves else 1) if blocks is None else len(blocks)
     is_turned = _read_turned(config, family, num_layers)
     types = blocks
     if types is None:
@@ -108,6 +108,10 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         specs = with_embeddings_and_keys(config, specs, types)
     if family.own_parts == "all":
         specs = with_own_parts(config, specs, types, FULL, heads)
+    if family.halves:
+        assert family.moe is not None, "of such families the first halves mix experts"
+        mixture = _read_mixture(config, family.moe)
+        specs = tuple(spec if i % 2 else replace(spec, experts=mixture, shortcut=True) for i, spec in enumerate(specs))
     return Layers(specs, ropes, max_context, _read_next(config, family, specs))
 
 
@@ -353,7 +357,7 @@ def _read_mlps_of(
 def read_mlps(config: ConfigFile, family: Family, num_layers: int) -> Sequence[DenseMlp | MoeMlp]:
     """The MLP of each layer. Raises `CheckpointError` for numbers that don't fit each other."""
     moe = family.moe
-    if moe is None or moe.switch is not None:
+    if moe is None or moe.switch is not None or family.halves:
         return [DenseMlp(_read_ffn_size(config, family))] * num_layers
     if moe.shared_ffn_key is not None and config.get(moe.count_keys[0]) == 0:
         config.skip(moe.ffn_key, moe.top_k_key)
@@ -433,7 +437,8 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         choice_bias=family.choice_bias and bool(family.choice_bias_key is None or config.get(family.choice_bias_key)),
         bias=family.router_bias,
     )
-    _check_router(config, family, router, num_experts)
+    identities = 0 if family.identities_key is None else int(config.get(family.identities_key, 0))
+    _check_router(config, family, router, num_experts + identities)
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
     is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
     return MoeMlp(
@@ -448,6 +453,7 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
         expert_factors=family.expert_factors,
         latent_size=config.count(family.latent_key) if is_latent and family.latent_key else 0,
         scales_inputs=family.scales_inputs,
+        num_identities=identities,
     )
 
 
@@ -511,6 +517,7 @@ def read_latent(config: ConfigFile, family: Family) -> Latent:
         unrotated=config.count("qk_nope_head_dim"),
         value=config.count("v_head_dim", config.count("hidden_size") // config.count("num_attention_heads")),
         has_bias=bool(config.get("attention_bias", False)),
+        factor=(config.count("hidden_size") / config.count("kv_lora_rank")) ** 0.5 if family.scales_latents else 1.0,
         index=None if family.index is None else _read_index(config, family.index),
     )
 

@@ -72,6 +72,7 @@ class Latent:
       unrotated: numbers of a head's key that don't turn.
       value: numbers of a head's value.
       has_bias: what makes the latent, what queries are made of, and the output have biases.
+      factor: on the normalized latent.
       index: what chooses tokens; None: all are attended to.
     """
 
@@ -81,6 +82,7 @@ class Latent:
     unrotated: int
     value: int
     has_bias: bool = False
+    factor: float = 1.0
     index: Index | None = None
 
     @property
@@ -306,6 +308,7 @@ class MoeMlp:
       latent_size: numbers of what experts read and make, with a product before them and one after; 0: D.
       scales_inputs: an expert reads x times the sigmoid of its logit, and its result is added as it is. Only where a
         token has one expert (top_k is 1, and the share that the router's rule gives is 1).
+      num_identities: so many experts more, after the others, compute nothing: x is their result.
     """
 
     num_experts: int
@@ -320,6 +323,12 @@ class MoeMlp:
     padding: int = 0
     latent_size: int = 0
     scales_inputs: bool = False
+    num_identities: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Experts that the router chooses from."""
+        return self.num_experts + self.num_identities
 
     @property
     def num_units(self) -> int:
@@ -349,6 +358,7 @@ class LayerSpec:
       keys_from: it has queries alone, and attends to what the layer of this index, one before it, keeps; such layers
         are the last ones. None: to what it keeps itself.
       experts: a mixture next to `mlp`: both read the residual stream, by norms of their own.
+      shortcut: `experts` read what `mlp` reads, and their result is added at the end of the next layer.
       also_attends: it attends next to its mixer, which keeps a state, and adds what both make of what they read.
       embedding_size: P, numbers of the embedding that the layer has of each token (`models/layer_embedding.py`); 0:
         none.
@@ -368,6 +378,7 @@ class LayerSpec:
     chunk: int | None = None
     unit_heads: bool = False
     also_attends: bool = False
+    shortcut: bool = False
 
     @property
     def matrices(self) -> frozenset[str]:

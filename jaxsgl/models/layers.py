@@ -206,7 +206,7 @@ class LayerVectors(nnx.Module):
             else None
         )
         # Of an MLP and experts next to it: norms of what each makes, and of what router and experts read.
-        has_both = arch.layers[0].experts is not None
+        has_both = arch.layers[0].experts is not None and not arch.layers[0].shortcut
         self.mlp_part_norm, self.experts_part_norm, self.router_norm, self.experts_norm = (
             self._norms(arch, has_both) for _ in range(4)
         )

@@ -76,7 +76,9 @@ class LatentAttention(Matrices):
             of_q = runs(mixer.unrotated)
             self.declare("q_b", (*query, mixer.q_rank), by_head, dtype, of_rank, fan_in=mixer.q_rank, **of_q)
         self.declare("kv_a", (c + r, d), (None, None), dtype, arch.format_of(spec, "kv_a"), fan_in=d, **runs(c))
-        self.kv_a_norm = vector((c,), (None,), dtype, mean=1.0)
+        # With a factor, which 16 bits would round.
+        of_norm = dtype if mixer.factor == 1 else jnp.dtype(jnp.float32)
+        self.kv_a_norm = vector((c,), (None,), of_norm, mean=1.0)
         # Multiplied from both sides, so it is never kept quantized.
         self.declare("kv_b", (n, mixer.unrotated + mixer.value, c), by_head, dtype, None, fan_in=c)
         out = n * mixer.value

@@ -4,6 +4,8 @@ Routers are data (`pallas_kernels.Router`). Owns the parameters of experts and w
 grouping and products are functions of `pallas_kernels`. Never knows families or checkpoints. `dense.DecoderLayer`
 builds a `MoE` where a layer's spec has one.
 
+Some experts may compute nothing, and return x (LongCat-Flash): rows of x are added by their shares.
+
 Experts may read a product of x, of fewer numbers, and another product goes back to the stream: LatentMoE (Nemotron 3).
 Or the one expert of a token reads x times its share (Llama 4).
 
@@ -101,9 +103,10 @@ class MoE(Matrices):
         float32 = jnp.dtype(jnp.float32)
         # Scores that a bias or a sigmoid brings close together: such models compute their logits in float32.
         is_exact = spec.router.score.startswith("sigmoid") or spec.router.choice_bias
-        self.declare("router", (e, d), (None, None), float32 if is_exact else dtype, None, fan_in=d)
-        self.router_bias = vector((e,), (None,), dtype, mean=0.0) if spec.router.bias else None
-        self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
+        choices = spec.num_choices
+        self.declare("router", (choices, d), (None, None), float32 if is_exact else dtype, None, fan_in=d)
+        self.router_bias = vector((choices,), (None,), dtype, mean=0.0) if spec.router.bias else None
+        self.choice_bias = vector((choices,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
         self.expert_factor = vector((e,), (None,), float32, mean=1.0) if spec.expert_factors else None
         # Of devices that share the model, each has some of the experts or a part of each one.
         experts, ffn = ("experts", None) if arch.by_experts else (None, "ffn")
@@ -154,6 +157,7 @@ class MoE(Matrices):
             shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:
             told.append(experts_Tk[:, : router.top_k].astype(jnp.int32))
+        is_identity_Tk = experts_Tk >= self.spec.num_experts
         num_experts = self.matrix("gate_up").shape[0]  # on this device
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index("experts") * num_experts  # those of other devices are none here
@@ -165,9 +169,15 @@ class MoE(Matrices):
         y_MD = self._results(read_TD, groups, joined, kernels)
         choices = Choices(y_MD, groups.place_of, shares_Tk)
         mlp = None if joined is not None else self.shared
-        if mlp is None and num_parts("experts") == 1 and target_device().platform == "gpu" and not is_latent:
+        has_identities = self.spec.num_identities > 0
+        is_plain = mlp is None and not is_latent and not has_identities
+        if is_plain and num_parts("experts") == 1 and target_device().platform == "gpu":
             return choices
         out_TD = product(choices.total(), self.matrix("latent_out")) if is_latent else choices.total()
+        if has_identities:
+            share_T1 = jnp.sum(jnp.where(is_identity_Tk, shares_Tk, 0.0), axis=-1, keepdims=True)
+            unchanged_TD = (x_TD.astype(jnp.float32) * share_T1).astype(out_TD.dtype)
+            out_TD = out_TD + on_first_part(unchanged_TD, "experts")
         out_TD = out_TD if mlp is None else out_TD + self._shared(mlp, x_TD, kernels)
         return sum_of_parts(out_TD) if summed else out_TD
 

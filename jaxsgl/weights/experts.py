@@ -142,6 +142,11 @@ NAMES: dict[str, ExpertNames] = {
         ),
     ),
     "AXK1ForCausalLM": ExpertNames(may_lack_bias=True),
+    "LongcatFlashForCausalLM": ExpertNames(
+        block="model.layers.{}.moe.",
+        router="router.classifier.weight",
+        choice_bias=("router.e_score_correction_bias", ("EI",)),
+    ),
     "HunYuanMoEV1ForCausalLM": ExpertNames(router="gate.wg.weight", shared="shared_mlp."),
     "AfmoeForCausalLM": ExpertNames(router="router.gate.weight", choice_bias=("expert_bias", ("E",))),
     "Kolibri1ForCausalLM": ExpertNames(
@@ -253,7 +258,7 @@ class _OfLayer:
         if name == "shared":
             return self._shared(of_shared)
         small = {
-            "router": (names.router, ("E", "D")),
+            "router": (names.router, ("EI" if self.mlp.num_identities else "E", "D")),
             "router_bias": (names.router.replace(".weight", ".bias"), ("E",)),
             "choice_bias": names.choice_bias,
             "expert_factor": (names.factor, ("E",)),

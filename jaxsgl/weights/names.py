@@ -180,7 +180,7 @@ _LATENT: dict[Path, Recipe] = {
     ("attention", "kv_a"): Recipe(
         (Source(_ATTENTION + "kv_a_proj_with_mqa.weight", ("LE", "D")),), pieces.latent_entries
     ),
-    ("attention", "kv_a_norm"): Recipe((Source(_ATTENTION + "kv_a_layernorm.weight", ("LC",)),), pieces.as_is),
+    ("attention", "kv_a_norm"): Recipe((Source(_ATTENTION + "kv_a_layernorm.weight", ("LC",)),), pieces.latent_norm),
     ("attention", "kv_b"): Recipe((Source(_ATTENTION + "kv_b_proj.weight", ("NLB", "LC")),), pieces.latent_matrices),
     ("attention", "q_a_bias"): Recipe((Source(_ATTENTION + "q_a_proj.bias", ("LQ",)),), pieces.as_is),
     ("attention", "kv_a_bias"): Recipe(
@@ -545,6 +545,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Kimi_K25ForConditionalGeneration": _LATENT,
     "AXK1ForCausalLM": {**_LATENT, **_layer_norms(mlp_out_norm="post_mlp_layernorm")},
     "YoutuForCausalLM": _LATENT,
+    "LongcatFlashForCausalLM": _LATENT,
     "MiniCPM3ForCausalLM": _LATENT,
     "Mistral4ForCausalLM": _LATENT,
     "Mistral4ForConditionalGeneration": _LATENT,

@@ -162,6 +162,13 @@ def latent_entries(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Pie
     yield from _latent_rows(arch, (), tensors[0])
 
 
+def latent_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales `[C]` of a latent's norm, times the latent's factor."""
+    assert arch.latent is not None
+    factor = arch.latent.factor
+    yield Piece((), tensors[0] if factor == 1 else tensors[0].astype(np.float32) * np.float32(factor))
+
+
 def _latent_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]:
     """Rows on the axis after those of `place`, of which the last R turn."""
     assert arch.latent is not None

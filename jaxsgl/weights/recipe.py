@@ -106,9 +106,10 @@ class Recipe:
 
 
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
-    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; EL
-    numbers of a latent that experts read; C are the classes of a classification head, T rows of learned positions; S
-    streams, SS shares of each in each, and R numbers of what stands next to attention (`models/streams.py`).
+    """Length of every axis named by a `Source`: E, EI, EF and SF are experts, these and identities, F of an expert, and
+    F of the shared ones; EL numbers of a latent that experts read; C are the classes of a classification head, T rows
+    of learned positions; S streams, SS shares of each in each, and R numbers of what stands next to attention
+    (`models/streams.py`).
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
@@ -191,6 +192,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "2F": 2 * ffn_size,
         "2D": 2 * arch.hidden_size,
         "E": mixture.num_experts if mixture else 0,
+        "EI": mixture.num_choices if mixture and mixture.num_identities else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
         "EL": mixture.latent_size if mixture else 0,

@@ -104,6 +104,8 @@ _OTHER_WORDS = (
 
 _HEADS = ("lm_head.", "score.")
 _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
+_HALF = re.compile(r"model\.layers\.(\d+)\.(self_attn|mlps|input_layernorm|post_attention_layernorm)\.([01])\.")
+_OF_FIRST_HALF = re.compile(r"model\.layers\.(\d+)\.mlp\.")
 _LISTED = re.compile(r"(\.experts)\.(gate_proj|up_proj|down_proj)\.(\d+)\.")
 _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 
@@ -124,9 +126,9 @@ _OTHER_SPELLINGS = {
 
 def as_in_recipes(names: Iterable[str]) -> dict[str, str]:
     """The files' names by those that recipes have: decoders saved without a head lack the first part, for which
-    Nemotron-H has another word, GPT-2, GPT-NeoX and OPT have words of their own, older folders of decoders with a tower
-    have the parts in another order, ModelOpt lists Qwen3-VL's experts by what they are, a stack of experts may be
-    called as a module is, and parts of layers have `_OTHER_SPELLINGS`.
+    Nemotron-H has another word, LongCat-Flash has two layers in one, GPT-2, GPT-NeoX and OPT have words of their own,
+    older folders of decoders with a tower have the parts in another order, ModelOpt lists Qwen3-VL's experts by what
+    they are, a stack of experts may be called as a module is, and parts of layers have `_OTHER_SPELLINGS`.
     """
     by_names = {_in_one_spelling(name): name for name in names}
     return {recipes: by_names[name] for recipes, name in _of_decoder(list(by_names)).items()}
@@ -149,7 +151,20 @@ def _in_words_of_recipes(name: str, start: str, words: Mapping[str, str]) -> str
     return name if theirs is None else words[theirs] + part.removeprefix(theirs)
 
 
+def _of_half(name: str) -> str:
+    """A name where what stands twice in a layer, or in its first half, is of a layer by itself."""
+    half, of_experts = _HALF.match(name), _OF_FIRST_HALF.match(name)
+    if half is not None:
+        layer, part, which = 2 * int(half[1]) + int(half[3]), half[2].replace("mlps", "mlp"), name[half.end() :]
+        return f"model.layers.{layer}.{part}.{which}"
+    if of_experts is not None:
+        return f"model.layers.{2 * int(of_experts[1])}.moe.{name[of_experts.end() :]}"
+    return name
+
+
 def _of_decoder(stored: list[str]) -> dict[str, str]:
+    if any(name.startswith("model.layers.0.mlps.0.") for name in stored):
+        return {_of_half(name): name for name in stored}
     for starts, table, words in _OTHER_WORDS:
         start = next((each for each in starts if each + table in stored), None)
         if start is not None:

@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DRAFT_HEAD = "mtp."  # what names of its tensors begin with
-DRAFT_HEADS = {"Ernie4_5_MoeForCausalLM": "model.mtp_"}  # and in these architectures' files
+# And in these architectures' files.
+DRAFT_HEADS = {"Ernie4_5_MoeForCausalLM": "model.mtp_", "LongcatFlashForCausalLM": "model.mtp."}
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # and their names in config.json
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
 DTYPES: dict[str, npt.DTypeLike] = {
@@ -323,6 +324,7 @@ _OF_ATTENTION = re.compile(
 _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
 _OF_MLPS = re.compile(r"model\.layers\.(\d+)\.post_mlp_layernorm\.weight")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_OF_EXPERT = re.compile(r"model\.layers\.\d+\.moe\.experts\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
 _PREDICT_MORE = (
     "Glm4MoeForCausalLM",
@@ -354,8 +356,8 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
     """Whether a tensor may be left unread: constants, a head that nothing reads, what predicts further tokens,
-    scales, what would make keys that another layer makes, norms of MLPs that have none, the parts beside the decoder,
-    and those of other pipeline stages.
+    scales, what would make keys that another layer makes, norms of MLPs that have none, experts that compute nothing,
+    the parts beside the decoder, and those of other pipeline stages.
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
@@ -371,6 +373,9 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
         return True
     of_mlp = _OF_MLPS.fullmatch(name)
     if of_mlp is not None and int(of_mlp[1]) - arch.stage.layers_before not in arch.normed["mlp_out_norm"]:
+        return True
+    of_expert, mixture = _OF_EXPERT.match(name), arch.mixture
+    if of_expert is not None and mixture is not None and int(of_expert[1]) >= mixture.num_experts:
         return True
     if is_unread(name, arch):
         return True

@@ -43,6 +43,7 @@ KINDS = (
     "apertus", "cohere2_moe", "granite_swa", "granite_moe_swa", "hyperclovax", "kolibri1",
     "hy_v3", "jais2", "minicpm3", "nemotron", "vault_gemma",
     "olmo", "nanochat", "falcon", "falcon_40b", "falcon_11b", "phimoe", "axk1",
+    "longcat_flash",
 )  # fmt: skip
 assert {*KINDS, *HYBRID_KINDS} == set(FAMILY_KINDS)  # the latter are in test_hybrids.py
 NEW_TOKENS = 8

@@ -45,6 +45,7 @@ UNTRIED = {
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
     "kimi_linear": ("model_max_length", "num_hidden_layers"),
+    "longcat_flash": ("num_layers", "ffn_hidden_size"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
     "gemma3n": ("num_hidden_layers",),
     **dict.fromkeys(

@@ -41,7 +41,7 @@ KINDS = (
     "gemma", "gemma2", "qwen2", "seed_oss", "granite", "hunyuan", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2",
     "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gemma4_small", "gemma4_moe",
     "llama4", "hunyuan_moe", "glm_moe_dsa", "apertus", "cohere2_moe", "nemotron",
-    "olmo", "nanochat", "falcon", "phimoe", "axk1", "olmo_hybrid", "falcon_h1",
+    "olmo", "nanochat", "falcon", "phimoe", "axk1", "olmo_hybrid", "falcon_h1", "longcat_flash",
 )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.errors import CheckpointError
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.start.model_flags import check_stages
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, Latent, MoeMlp
 
@@ -38,6 +40,16 @@ KIMI_LINEAR: dict[str, Any] = {
     "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
     "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840,
     "eos_token_id": 163586,
+}  # fmt: skip
+LONGCAT: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "attention_bias": False,
+    "attention_method": "MLA", "bos_token_id": 1, "eos_token_id": 2, "expert_ffn_hidden_size": 2048,
+    "ffn_hidden_size": 12288, "hidden_size": 6144, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+    "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "moe_topk": 12, "n_routed_experts": 512,
+    "num_attention_heads": 64, "num_layers": 2, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000000.0, "routed_scaling_factor": 6.0, "router_bias": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 131072, "zero_expert_num": 256,
+    "zero_expert_type": "identity",
 }  # fmt: skip
 FALCON: dict[str, Any] = {
     "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": False, "bias": False, "hidden_size": 4544,
@@ -259,6 +271,29 @@ def test_kimi_linear_lists_its_layers_from_1_on(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=named):
             read(tmp_path, {**KIMI_LINEAR, **changes})
+
+
+def test_a_layer_of_longcat_is_two_of_which_the_first_has_experts(tmp_path: Path) -> None:
+    arch = read(tmp_path, LONGCAT)
+    assert arch.num_layers == 4 and arch.ffn_size == 12_288 and arch.ropes[0].theta == 1e7
+    assert [layer.shortcut for layer in arch.layers] == [layer.experts is not None for layer in arch.layers]
+    assert [layer.shortcut for layer in arch.layers] == [True, False, True, False]
+    assert arch.latent is not None and arch.latent.factor == 12**0.5
+    assert arch.attention_scale == pytest.approx(2 / 192**0.5)  # queries are twice as large
+    mixture = arch.mixture
+    assert mixture is not None and (mixture.num_experts, mixture.num_choices, mixture.ffn_size) == (512, 768, 2048)
+    router = mixture.router
+    assert (router.top_k, router.score, router.renormalize, router.scale) == (12, "softmax", False, 6.0)
+    assert router.choice_bias and not router.bias
+    for changes, named in (
+        ({"zero_expert_type": "copy"}, "zero_expert_type is"),
+        ({"router_bias": True}, "router_bias is true"),
+        ({"moe_topk": 769}, "769 of 768 experts"),
+    ):
+        with pytest.raises(CheckpointError, match=named):
+            read(tmp_path, {**LONGCAT, **changes})
+    with pytest.raises(ConfigError, match="--pp-size does not work for now with experts of Longcat"):
+        check_stages(EngineConfig(model="", pp_size=2), arch)
 
 
 def test_coheres_mixtures_are_understood_in_all_their_forms(tmp_path: Path) -> None:

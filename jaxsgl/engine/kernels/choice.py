@@ -12,7 +12,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, Mamba, MoeMlp
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, Mamba, MoeMlp, RecurrentNet
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import MOST_SHARED, expert_shapes
@@ -116,13 +116,14 @@ def _latent_shape(latent: Latent) -> LatentShape:
 
 
 def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:
-    """Of the layers that keep some. Short convolutions are XLA's on accelerators, so there is nothing to test."""
-    nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, DeltaNet | Mamba)]
+    """Of the layers that keep some. What else keeps states is XLA's on accelerators, so there is nothing to test."""
+    nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, RecurrentNet)]
     shapes = (
         StateShape(
-            net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps, isinstance(net, DeltaNet)
+            net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps, type(net) is DeltaNet
         )
         for net in nets
+        if type(net) in (DeltaNet, Mamba)
     )
     return tuple(dict.fromkeys(shapes))
 
@@ -144,7 +145,7 @@ def _expert_shapes(arch: ModelArch, precision: Precision, num_devices: int) -> t
     router = dataclasses.replace(mixture.router, num_shared=_num_joined(arch, mixture, fmt))
 
     def shape(outputs: int, inputs: int, all_inputs: int, *, of_tokens: bool) -> ExpertShape:
-        common = num_experts, outputs, inputs, dtype, router, mixture.num_experts, of_tokens
+        common = num_experts, outputs, inputs, dtype, router, mixture.num_choices, of_tokens
         plain = ExpertShape(*common, activation=arch.activation)
         if fmt is None or not (packing or is_scaled or fmt.numbers == FLOAT8):
             return plain

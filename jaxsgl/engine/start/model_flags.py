@@ -130,6 +130,8 @@ def check_stages(config: EngineConfig, arch: ModelArch) -> None:
         raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
     if arch.recurrent_net is not None:
         raise ConfigError(f"--pp-size does not work with the {arch.recurrent_net.plural} of {arch.name}: {way_out}")
+    if any(each.shortcut for each in arch.layers):
+        raise ConfigError(f"--pp-size does not work for now with experts of {arch.name} across layers: {way_out}")
     if any(isinstance(each.mixer, Latent) and each.mixer.index != each.mixer.own_index for each in arch.layers):
         raise ConfigError(
             f"--pp-size does not work for now with the layers of {arch.name}, which attend to the tokens that the "

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jaxsgl.models.families.dense import IN_MISTRAL3
 from jaxsgl.models.families.mixtures import DEEPSEEK_MOE
-from jaxsgl.models.family import Family
+from jaxsgl.models.family import Family, MoeFamily
 
 _SIZES = {
     "q_lora_rank": 1536,
@@ -148,7 +148,53 @@ _GLM_DSA = replace(
     ignored=_DEEPSEEK_V32.ignored | {"moe_router_dtype", "index_share_for_mtp_iteration"},
 )
 
+# Two attentions and two MLPs in a layer, and experts from the first MLP's input to the layer's end.
+_LONGCAT = Family(
+    qkv_bias=False,
+    attention_out_bias=None,
+    latent=True,
+    scales_latents=True,
+    interleaved_rope=True,
+    halves=True,
+    moe=MoeFamily(
+        ("n_routed_experts", "num_local_experts"),
+        renormalize=False,
+        choice_bias=True,
+        grouped=True,
+        identities_key="zero_expert_num",
+    ),
+    keys={
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_hidden_size",
+        "moe_intermediate_size": "expert_ffn_hidden_size",
+        "num_experts_per_tok": "moe_topk",
+    },
+    required={
+        "attention_method": "MLA",
+        "mla_scale_kv_lora": True,
+        "mla_scale_q_lora": True,
+        "router_bias": False,
+        "zero_expert_type": "identity",
+    },
+    defaults={
+        **_SIZES,
+        "num_layers": 28,
+        "ffn_hidden_size": 12_288,
+        "expert_ffn_hidden_size": 2048,
+        "moe_topk": 12,
+        "n_routed_experts": 512,
+        "zero_expert_num": 256,
+        "routed_scaling_factor": 6.0,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 10_000_000.0,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+    },
+    ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads", "num_hidden_layers", "norm_topk_prob"}),
+)
+
 LATENTS: dict[str, Family] = {
+    "LongcatFlashForCausalLM": _LONGCAT,
     "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
     "GlmMoeDsaForCausalLM": _GLM_DSA,
     "Mistral4ForCausalLM": _MISTRAL4,
