@@ -212,7 +212,7 @@ def test_warnings_are_log_lines_and_progress_bars_stay_away_from_machines() -> N
 def test_children_draw_progress_bars_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, on_terminal: bool) -> None:
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     reading, writing = os.openpty() if on_terminal else os.pipe()
-    monkeypatch.setattr(logs.os, "isatty", lambda fd, isatty=os.isatty: isatty(writing if fd == 2 else fd))
+    monkeypatch.setattr(os, "isatty", lambda fd, isatty=os.isatty: isatty(writing if fd == 2 else fd))
     look = (sys.executable, "-c", "import os, sys; sys.exit('TQDM_DISABLE' not in os.environ)")
 
     async def status() -> int:
