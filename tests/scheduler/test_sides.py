@@ -296,6 +296,23 @@ def test_requests_do_not_wait_for_rows_for_all_samples_of_one_ahead_of_them() ->
     pair.check_empty()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_legs_whose_prompts_differ_hear_so_when_their_time_is_up(order: int) -> None:
+    pair = Pair()
+    sends = [(pair.prefill, at(request("a", range(40), 1), 1)), (pair.decode, at(request("a", range(41), 4), 1))]
+    for worker, leg in sends[::order]:
+        worker.receive(leg)
+        pair.run()
+        pair.now_s += 1.0
+    pair.now_s = 30.5
+    pair.run()
+    for worker in (pair.prefill, pair.decode):
+        assert worker.ended["a", 0] is RefusalKind.PEER
+        refusal = worker.replies[-1].refusal
+        assert refusal is not None and "other tokens at prefill than at decode" in refusal.text
+    pair.check_empty()
+
+
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_a_prompt_for_which_prefill_has_no_room_is_refused_by_decode_at_once(refused_first: bool) -> None:
     network = Network()

@@ -358,7 +358,8 @@ class PrefillRooms:
 
         A leg that decode has opened may wait for its grant as long as decode lives, unless the queue has a time limit.
         """
-        now_s, actions = self._clock(), list[Action]()
+        now_s = self._clock()
+        actions = self._end_strangers(now_s)
         for leg in list(self._legs.values()):
             refusal = self._overdue(leg, now_s - leg.since_s)
             if refusal is not None:
@@ -377,6 +378,24 @@ class PrefillRooms:
     def _leg_of(self, request_id: str) -> Leg | None:
         room = self._rooms.get(request_id)
         return None if room is None else self._legs[room]
+
+    def _end_strangers(self, now_s: float) -> list[Action]:
+        """Ends overdue legs that decode has under the same number, but with another prompt: they are of one request."""
+        alone = {leg.room.number: leg for leg in self._legs.values() if leg.peer is None}
+        actions: list[Action] = []
+        for room, orphan in list(self._orphans.items()):
+            leg = alone.get(room.number)
+            if leg is None or now_s - min(leg.since_s, orphan.since_s) < self._limits.partner_s:
+                continue
+            del alone[room.number], self._orphans[room]
+            self._remove(leg)
+            text = (
+                f"the prompt of bootstrap_room {room.number} has other tokens at prefill than at decode: give both "
+                "servers the same tokenizer and chat template"
+            )
+            refusal = Refusal(RefusalKind.PEER, text)
+            actions += [_fail(orphan.peer, room, refusal), Refuse(leg.request.request_id, refusal)]
+        return actions
 
     def _overdue(self, leg: Leg, waited_s: float) -> Refusal | None:
         """Why a leg that is `waited_s` seconds old must end; None: it may go on."""
