@@ -15,6 +15,7 @@ from jaxsgl.requests.media import (
     Grid,
     MediaItem,
     MediaLimits,
+    Tiling,
     check_media,
     digest_of,
     hash_ids,
@@ -93,6 +94,42 @@ def test_media_that_fit_are_taken_by_models_with_a_tower_alone() -> None:
     check_request(request, Limits(100, 64, 64, LIMITS))
     with pytest.raises(InvalidRequest, match="1 images or video frames, but the model takes text alone"):
         check_request(request, Limits(100, 64, 64))
+
+
+JOINING = MediaLimits(IMAGE, -1, 4, 1, 1, max_items=3, image_side=2, joins_tiles=True)
+
+
+def joined(tiling: Tiling | None, tiles: int, length: int | None = None) -> MediaItem:
+    grid = (1, 2 * tiles, 2)
+    pixels = bytes(4 * tiles * JOINING.patch_bytes)
+    tokens = 4 if tiling is None else tiling.num_tokens(2)
+    return MediaItem(digest_of(pixels, grid, "s"), 2, length or tokens, grid, pixels, tiling=tiling)
+
+
+def test_joined_tiles_have_the_tokens_of_their_lines() -> None:
+    for image, length in ((joined(Tiling(2, 2, 4, 2, 4), 3), 14), (joined(Tiling(0, 0, 0, 0, 0), 1), 5)):
+        assert image.length == length
+        check_request(Request("a", prompt_with([image]), SamplingParams(max_tokens=4), media=(image,)), FOR_JOINED)
+
+
+FOR_JOINED = Limits(100, 64, 64, JOINING)
+BROKEN = [
+    joined(None, 1), joined(Tiling(2, 2, 4, 2, 4), 4), joined(Tiling(2, 2, 3, 2, 3), 3),
+    joined(Tiling(2, 3, 4, 2, 4), 3), joined(Tiling(2, 2, 4, 3, 4), 3), joined(Tiling(2, 2, 4, 2, 0), 3),
+    joined(Tiling(0, 0, 0, 0, 0), 2), joined(Tiling(-1, 2, 4, 2, 4), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("image", BROKEN, ids=range(len(BROKEN)))
+def test_lines_that_tiles_do_not_make_are_refused(image: MediaItem) -> None:
+    with pytest.raises(InvalidRequest, match=r"but the model's tiles have 2 x 2 patches: give the grid and the lines"):
+        check_request(Request("a", prompt_with([image]), SamplingParams(max_tokens=4), media=(image,)), FOR_JOINED)
+
+
+def test_joined_tiles_have_no_other_number_of_placeholders() -> None:
+    image = joined(Tiling(2, 2, 4, 2, 4), 3, length=13)
+    with pytest.raises(InvalidRequest, match=r"has 13 placeholder tokens, but its grid .* needs 14"):
+        check_request(Request("a", prompt_with([image]), SamplingParams(max_tokens=4), media=(image,)), FOR_JOINED)
 
 
 replace = msgspec.structs.replace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import transformers
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from jaxsgl.requests.media import Grid, MediaItem, digest_of, patches_of
+from jaxsgl.preprocess.patches import joined_tiles
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
+from jaxsgl.requests.media import Grid, MediaItem, Tiling, digest_of, patches_of
 from jaxsgl.requests.request import Request, SamplingParams
 
 VOCAB = 256
@@ -154,6 +157,15 @@ OF_LLAVA: dict[str, dict[str, Any]] = {
     "pixtral": {"model_type": "mistral", "sliding_window": None},
     "pixtral_llama": {"model_type": "llama"},
 }
+# Of pictures whose tiles are joined: what tiles make together, and sizes of pictures that tiles of 16 pixels show.
+RESOLUTIONS = [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]]
+JOINED_SIZES = ((20, 40), (40, 20), (31, 33), (90, 30), (7, 20), (16, 16), (64, 80), (3, 90))
+OF_JOINED: dict[str, dict[str, Any]] = {
+    "llava_next": {"model_type": "llama"},
+    "llava_next_mistral": {"model_type": "mistral", "sliding_window": None},
+    "llava_next_qwen2": {"model_type": "qwen2"},
+    "llava_onevision": {"model_type": "qwen2", "tie_word_embeddings": True},
+}
 # Configuration, model, and what differs from `TEXT`.
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, IN_ORDER),
@@ -191,6 +203,16 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         kind: (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration, IN_TILES | of_kind)
         for kind, of_kind in OF_LLAVA.items()
     },
+    **{
+        kind: (transformers.LlavaNextConfig, transformers.LlavaNextForConditionalGeneration, IN_TILES | of_kind)
+        for kind, of_kind in OF_JOINED.items()
+        if kind != "llava_onevision"
+    },
+    "llava_onevision": (
+        transformers.LlavaOnevisionConfig,
+        transformers.LlavaOnevisionForConditionalGeneration,
+        IN_TILES | OF_JOINED["llava_onevision"],
+    ),
     "glm_ocr": (transformers.GlmOcrConfig, transformers.GlmOcrForConditionalGeneration, OF_ALL),
     "mistral": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, IN_LINES),
     "ministral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration, GROWING),
@@ -210,11 +232,14 @@ OF_GEMMA4 = ("gemma4", "gemma4_small")
 OF_GLM = ("glm4v", "glm4v_moe", "glm_ocr", "glm46v")
 OF_IDEFICS = ("idefics3", "smolvlm")
 # Transformers' types.
+JOINED_TYPES = ("llava_next", "llava_onevision")
 WITH_PICTURES = (
+    *JOINED_TYPES,
     "aya_vision", "mistral3", "gemma3", "gemma4", "gemma4_unified", "internvl", "lighton_ocr", "llava", *OF_IDEFICS,
 )  # fmt: skip
 OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
+WITH_JOINED = tuple(OF_JOINED)
 # Towers that differ from `VISION`.
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -237,6 +262,14 @@ TOWERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
         }
         for kind in OF_CLIP
+    },
+    **{
+        kind: {
+            "model_type": "siglip_vision_model" if kind == "llava_onevision" else "clip_vision_model",
+            "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2,
+            "patch_size": 4, "image_size": 16, **({"vision_use_head": False} if kind == "llava_onevision" else {}),
+        }
+        for kind in WITH_JOINED
     },
     **{
         kind: {
@@ -290,8 +323,16 @@ TOWERS: dict[str, dict[str, Any]] = {
     },
     **{kind: {key: VISION[key] for key in VISION if key != "deepstack_visual_indexes"} for kind in WITH_STATES},
 }  # fmt: skip
+_PIXELS = PixelSettings(256, 256, tuple(OPENAI_CLIP_MEAN), tuple(OPENAI_CLIP_STD))
+_NEXT_SETTINGS = ProcessorSettings(
+    4, 1, 1, _PIXELS, _PIXELS, IMAGE, -1, -1, -1, fixed_side=16,
+    resolutions=tuple((height, width) for height, width in RESOLUTIONS), takes_pixels=False,
+)  # fmt: skip
+JOINED_SETTINGS = dict.fromkeys(WITH_JOINED, _NEXT_SETTINGS) | {
+    "llava_onevision": replace(_NEXT_SETTINGS, most_tiles=2, several_whole=True)
+}
 # Patches along the sides of a token, unless two.
-MERGES = dict.fromkeys(OF_GEMMA4, 3) | dict.fromkeys(("gemma4_unified", *OF_PIXTRAL, *OF_CLIP), 1)
+MERGES = dict.fromkeys(OF_GEMMA4, 3) | dict.fromkeys(("gemma4_unified", *OF_PIXTRAL, *OF_CLIP, *WITH_JOINED), 1)
 SECONDS = 0.25  # between temporal patches of videos
 # Positions between them, of models whose videos are one run.
 APART = {"qwen2_vl": 1.0, "qwen2_5_vl": 3 * SECONDS}
@@ -315,6 +356,9 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in (*WITH_LINES, *OF_CLIP) else IDS
     if kind == "aya_vision":
         ids = {"image_token_index": IMAGE, "alignment_intermediate_size": 44}
+    if kind in WITH_JOINED:
+        ids = {"image_token_index": IMAGE, "image_grid_pinpoints": RESOLUTIONS}
+        ids |= {"vision_aspect_ratio": "anyres_max_2"} if kind == "llava_onevision" else {}
     if kind in OF_IDEFICS:
         ids = {"image_token_id": IMAGE, "scale_factor": 2}
     if kind == "exaone4_5":
@@ -405,6 +449,50 @@ def request_of_tiles(request_id: str, num_tiles: Sequence[int], seed: int, **par
     return Request(request_id, ids, sampling, media=tuple(items))
 
 
+ALONE = Tiling(0, 0, 0, 0, 0)  # of one that is shown whole alone
+
+
+def joined_image(kind: str, offset: int, size: tuple[int, int] | None, seed: int) -> MediaItem:
+    """A random picture of that size, whose tiles are joined; None: it is one of several, and shown whole alone."""
+    tiles, tiling = 1, ALONE
+    if size is not None:
+        way = joined_tiles(*size, JOINED_SETTINGS[kind], 1 << 20)
+        tiles, tiling = 1 + way.all_height * way.all_width // 16**2, way.tiling
+    item = image(offset, (1, 4 * tiles, 4), seed, frames=1, merge=1)
+    return msgspec.structs.replace(item, length=tiling.num_tokens(4), tiling=tiling)
+
+
+def request_of_joined(request_id: str, kind: str, num_images: int, seed: int, **params: Any) -> Request:
+    """Text with pictures of several sizes between it; several ones of LLaVA-OneVision are shown whole alone."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = rng.integers(5, 240, rng.integers(1, 9)).tolist()
+    items: list[MediaItem] = []
+    for i in range(num_images):
+        is_whole = kind == "llava_onevision" and num_images > 1
+        size = None if is_whole else JOINED_SIZES[(3 * seed + i) % len(JOINED_SIZES)]
+        items.append(joined_image(kind, len(ids), size, 100 * seed + i))
+        ids += [*[IMAGE] * items[-1].length, *rng.integers(5, 240, rng.integers(1, 9)).tolist()]
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+    return Request(request_id, ids, sampling, media=tuple(items))
+
+
+def tiles_of(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
+    """What transformers takes of pictures whose tiles are joined: their tiles, and sizes that make the same lines."""
+    most = max(item.grid[1] // 4 for item in media)
+    pixels = torch.zeros(len(media), most, 3, 16, 16)
+    sizes, kind = [], model.config.model_type
+    for index, item in enumerate(media):
+        tiles = normalized(model, [item]).reshape(-1, 4, 4, 3, 4, 4).permute(0, 3, 1, 4, 2, 5).reshape(-1, 3, 16, 16)
+        pixels[index, : len(tiles)] = tiles
+        made = [joined_image(kind, 0, size, 0) for size in JOINED_SIZES]
+        is_alike = [(each.tiling, each.grid) == (item.tiling, item.grid) for each in made]
+        sizes.append(JOINED_SIZES[is_alike.index(True) if any(is_alike) else 0])
+    taken = {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+    if kind == "llava_onevision":
+        taken["batch_num_images"] = torch.tensor([1] * len(media) if media[0].tiling != ALONE else [len(media)])
+    return taken
+
+
 def request(
     request_id: str,
     grids: Sequence[Grid],
@@ -463,6 +551,8 @@ def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
         return places_of(media, 3 if model.config.model_type == "gemma4" else 1)
     if model.config.model_type == "paddleocr_vl":
         return line_by_line(model, media)
+    if model.config.model_type in JOINED_TYPES:
+        return tiles_of(model, media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
     sizes = [(4 * item.grid[1], 4 * item.grid[2]) for item in media]
     pixels = torch.zeros(len(media), 3, max(h for h, _ in sizes), max(w for _, w in sizes))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.requests.media import Grid, MediaItem, patches_of
+from jaxsgl.requests.media import Grid, MediaItem, Tiling, patches_of
 
 # How patches have learned positions, if they have any: between those of a square that is spread over the image, corners
 # on corners; the same with edges on edges; that by cubics; or those of rows and of columns.
@@ -28,6 +28,8 @@ MIN_CALL_PATCHES = 256  # of the smallest call of the tower
 SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
 KEPT_GRIDS = 256  # layouts of grids that are remembered
 PAD_SEGMENT = -1
+JOINED_TAPS = 4  # tokens of the tower that make a token of shrunk lines
+LINE_END = -1  # in the place of such a token: what ends a line
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TowerShape:
       num_layers: layers of the tower.
       window: tokens along the sides of a window; 0: the tower has none.
       num_taps: layers whose outputs become embeddings, too.
+      joined_side: tokens along the sides of a tile, of pictures whose tiles are joined; 0: none are.
     """
 
     merge_size: int
@@ -51,6 +54,7 @@ class TowerShape:
     window: int = 0
     num_taps: int = 0
     positions: Positions = "square"
+    joined_side: int = 0
 
     @property
     def num_columns(self) -> int:
@@ -58,8 +62,15 @@ class TowerShape:
         return 2 + 2 * NUM_TAPS[self.positions] + 2
 
     def tokens_of(self, num_patches: int) -> int:
-        """The tokens that so many patches become."""
-        return num_patches // self.merge_size**2
+        """The tokens that so many patches become at most: each line of a tile may be ended by one more."""
+        tokens = num_patches // self.merge_size**2
+        return tokens + tokens // self.joined_side if self.joined_side else tokens
+
+    def patches_of(self, num_tokens: int) -> int:
+        """The patches that become no more than so many tokens."""
+        if self.joined_side:
+            num_tokens = num_tokens * self.joined_side // (self.joined_side + 1)
+        return num_tokens * self.merge_size**2
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ class TowerCapacity:
         if not self.encodes:
             return ()
         sizes = [min(self.call_patches, self.max_patches)]
-        image = self.image_tokens * self.shape.merge_size**2
+        image = min(self.image_tokens * self.shape.merge_size**2, self.max_patches)
         while sizes[-1] < image or (2 * sizes[-1] <= SHARED_CALL_PATCHES and sizes[-1] < self.max_patches):
             sizes.append(min(2 * sizes[-1], self.max_patches))
         return tuple([EncodeBucket(size, self.num_bins) for size in sizes])
@@ -151,7 +162,9 @@ class EncodeInputs:
       pixels: `[bins, P, C]` uint8.
       columns: `[bins, P, shape.num_columns]` int32: row and column of each patch, the learned positions around it, the
         bits of their float32 weights, which window of all it is of, and which image.
-      rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes past its end.
+      rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes past its end. Where
+        tiles are joined, `[bins, tokens, 9]`: that, four of the tower's tokens that make it, and the bits of their
+        float32 weights; P stands for what ends a line.
       num_images, num_patches: real ones.
     """
 
@@ -216,8 +229,12 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=KEPT_GRIDS)
 def layout_of(grid: Grid, shape: TowerShape) -> Layout:
-    """How an image of this grid is packed."""
+    """How an image of this grid is packed; tiles that are joined lie in it one under the other."""
     _, h, w = grid
+    if shape.joined_side and h > shape.joined_side:
+        tile, count = layout_of((1, w, w), shape), h // w
+        order, columns = np.arange(count * w * w, dtype=np.int32), np.tile(tile.columns, (count, 1))
+        return Layout(order, columns, tile.num_windows)
     merge = shape.merge_size
     in_rows, in_columns = np.indices((h // merge, w // merge)).reshape(2, -1)
     window = shape.window or max(grid)  # without windows the image is one
@@ -339,6 +356,8 @@ def pack(
     columns = np.zeros((bucket.num_bins, size, shape.num_columns), np.int32)
     columns[:, :, -2:] = PAD_SEGMENT
     rows = np.full((bucket.num_bins, shape.tokens_of(size)), capacity.num_rows + 1, np.int32)
+    if shape.joined_side:
+        rows = np.stack([rows, *[np.zeros_like(rows)] * (2 * JOINED_TAPS)], axis=-1)
     num_patches = 0
     for b, images in enumerate(bins):
         first = first_window = 0
@@ -349,12 +368,67 @@ def pack(
             columns[b, first:stop, :-1] = layout.columns
             columns[b, first:stop, -2] += first_window
             columns[b, first:stop, -1] = segment
-            rows[b, shape.tokens_of(first) : shape.tokens_of(stop)] = of_tokens[layout.order]
+            start = shape.tokens_of(first)
+            if item.tiling is None:
+                rows[b, start : shape.tokens_of(stop)] = of_tokens[layout.order]
+            else:
+                taps, weights = joined_tokens(item.num_patches, item.tiling, shape.joined_side)
+                of_item = rows[b, start : start + item.length]
+                of_item[:, 0] = of_tokens
+                of_item[:, 1 : 1 + JOINED_TAPS] = np.where(taps == LINE_END, size, taps + first)
+                of_item[:, 1 + JOINED_TAPS :] = weights.view(np.int32)
             first, first_window = stop, first_window + layout.num_windows
         num_patches += first
     for array in (pixels, columns, rows):
         array.flags.writeable = False
     return EncodeInputs(bucket, pixels, columns, rows, sum(map(len, bins)), num_patches)
+
+
+@lru_cache(maxsize=KEPT_GRIDS // 8)
+def joined_tokens(num_patches: int, tiling: Tiling, side: int) -> tuple[IntArray, Floats]:
+    """`[length, 4]` which of a picture's patches make each of its tokens, and their weights; `LINE_END` ends lines.
+
+    Shrunk lines are as PyTorch's bilinear `interpolate` makes them, in float32.
+    """
+    whole = np.arange(side**2)
+    if not tiling.columns:
+        return _taken(np.append(whole, LINE_END))
+    numbers = np.arange(side**2, num_patches).reshape(-1, tiling.columns, side, side)
+    in_lines = numbers.transpose(0, 2, 1, 3).reshape(-1, tiling.columns * side)
+    top, left = ((all_of - of) // 2 for all_of, of in zip(in_lines.shape, (tiling.lines, tiling.width), strict=True))
+    in_lines = in_lines[top : top + tiling.lines, left : left + tiling.width]
+    shown = tiling.shown_lines, tiling.shown_width
+    if shown == in_lines.shape:
+        ended = np.pad(in_lines, ((0, 0), (0, 1)), constant_values=LINE_END)
+        return _taken(np.concatenate([whole, ended.reshape(-1)]))
+    (rows, of_rows), (columns, of_columns) = (
+        _between_two(count, most) for count, most in zip(shown, in_lines.shape, strict=True)
+    )
+    taps = in_lines[rows[:, None, :, None], columns[None, :, None, :]].reshape(*shown, JOINED_TAPS)
+    weights = (of_rows[:, None, :, None] * of_columns[None, :, None, :]).reshape(*shown, JOINED_TAPS)
+    end_taps, end_weights = _taken(np.full(shown[0], LINE_END))
+    of_whole = _taken(whole)
+    of_lines = (
+        np.concatenate([lines, ends[:, None]], axis=1).reshape(-1, JOINED_TAPS)
+        for lines, ends in ((taps, end_taps), (weights, end_weights))
+    )
+    taps, weights = (np.concatenate(each) for each in zip(of_whole, of_lines, strict=True))
+    return taps.astype(np.int32), weights
+
+
+def _taken(numbers: npt.NDArray[np.intp]) -> tuple[IntArray, Floats]:
+    """Each token as it is."""
+    taps = np.repeat(numbers.astype(np.int32)[:, None], JOINED_TAPS, axis=1)
+    return taps, np.tile(np.array([1, 0, 0, 0], np.float32), (len(numbers), 1))
+
+
+def _between_two(count: int, most: int) -> tuple[npt.NDArray[np.intp], Floats]:
+    """`[count, 2]` places of an axis of `most` that make each of `count` even ones, and their weights."""
+    half = np.float32(0.5)
+    at = np.maximum((np.arange(count, dtype=np.float32) + half) * (np.float32(most) / np.float32(count)) - half, 0)
+    first = at.astype(np.intp)
+    share = at - first.astype(np.float32)
+    return np.stack([first, np.minimum(first + 1, most - 1)], axis=1), np.stack([1 - share, share], axis=1)
 
 
 def empty_call(bucket: EncodeBucket, capacity: TowerCapacity) -> EncodeInputs:

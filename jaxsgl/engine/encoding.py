@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, EncodePart, TowerCapacity
+from jaxsgl.batch.patches import JOINED_TAPS, EncodeBucket, EncodeInputs, EncodePart, TowerCapacity
 from jaxsgl.models import Decoder
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS, all_parts
 from jaxsgl.models.vision.arch import VisionArch
@@ -41,7 +41,7 @@ def make_encode(graphdef: nnx.GraphDef[Decoder], treedef: Any, num_bins: int) ->
     ) -> jax.Array:
         tower = nnx.merge(graphdef, jax.tree.unflatten(treedef, params)).visual
         assert tower is not None
-        made, places = tower(patches_of_call(pixels[0], columns[0])), rows[0]
+        made, places = placed(tower, tower(patches_of_call(pixels[0], columns[0])), rows[0])
         if num_bins > 1:
             made, places = all_parts(made), all_parts(places)
         return images.at[places].set(made.astype(images.dtype), mode="drop")
@@ -63,15 +63,24 @@ def patches_of_call(pixels: jax.Array, columns: jax.Array) -> Patches:
     )
 
 
+def placed(tower: Tower, made: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tokens and their rows in the pool, from what the tower makes of patches and what a call says of one bin."""
+    if not tower.arch.joins_tiles:
+        return made, rows
+    weights = jax.lax.bitcast_convert_type(rows[:, 1 + JOINED_TAPS :], jnp.float32)
+    return tower.joined(made, rows[:, 1 : 1 + JOINED_TAPS], weights), rows[:, 0]
+
+
 def call_shapes(bucket: EncodeBucket, capacity: TowerCapacity, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes and places of pixels, columns and rows."""
     size, bins = bucket
     sharding = NamedSharding(mesh, PartitionSpec(TENSOR_AXIS if bins > 1 else None))
     shape = capacity.shape
+    of_token = (1 + 2 * JOINED_TAPS,) if shape.joined_side else ()
     return (
         jax.ShapeDtypeStruct((bins, size, shape.patch_len), jnp.uint8, sharding=sharding),
         jax.ShapeDtypeStruct((bins, size, shape.num_columns), jnp.int32, sharding=sharding),
-        jax.ShapeDtypeStruct((bins, shape.tokens_of(size)), jnp.int32, sharding=sharding),
+        jax.ShapeDtypeStruct((bins, shape.tokens_of(size), *of_token), jnp.int32, sharding=sharding),
     )
 
 
@@ -121,20 +130,20 @@ def make_part(kind: str, graphdef: nnx.GraphDef[Decoder], treedef: Any) -> Progr
     ) -> jax.Array:
         tower = tower_of(params)
         assert tower.deepstack is not None
-        return _written(images, tower.deepstack(hidden, number), rows, 1 + number, tower.arch)
+        return _written(images, tower.deepstack(hidden, number), rows[0], 1 + number, tower.arch)
 
     def end(params: list[jax.Array], images: jax.Array, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         tower = tower_of(params)
-        return _written(images, tower.tokens(hidden), rows, jnp.int32(0), tower.arch)
+        return _written(images, *placed(tower, tower.tokens(hidden), rows[0]), jnp.int32(0), tower.arch)
 
     programs: dict[str, Program] = dict(zip(PART_KINDS, (begin, layer, tap, end), strict=True))
     return programs[kind]
 
 
 def _written(images: jax.Array, made: jax.Array, rows: jax.Array, block: jax.Array, arch: VisionArch) -> jax.Array:
-    """The pool with `made [P / 4, D]` in the block of that number of the rows `[1, P / 4]`."""
+    """The pool with `made [P / 4, D]` in the block of that number of the rows `[P / 4]`."""
     blocks = images.reshape(len(images), -1, arch.out_size)
-    return blocks.at[rows[0], block].set(made.astype(images.dtype), mode="drop").reshape(images.shape)
+    return blocks.at[rows, block].set(made.astype(images.dtype), mode="drop").reshape(images.shape)
 
 
 class TowerParts:

@@ -625,7 +625,8 @@ def _read_tied(whole: ConfigFile, config: ConfigFile, family: Family) -> bool:
     """Whether the embedding is the output head. Of a larger model the whole file's word counts, as in transformers."""
     key = next((key for key in family.tied_keys if whole.get(key) is not None), family.tied_keys[-1])
     of_section = config.get(key, False)
-    return bool(whole.get(key, family.ties_whole or of_section))
+    told = bool(whole.get(key, family.ties_whole or of_section))
+    return told or (family.ties_either and bool(of_section))
 
 
 def _read_activation(config: ConfigFile, family: Family) -> Activation:

@@ -127,7 +127,7 @@ class VisionFamily:
         since nothing else is built; a list of that one value will do, too.
       defaults_beside: values of keys beside the tower's object that config.json may leave out.
       turns: see `VisionArch`.
-      has_lines, ahead: see `VisionArch`.
+      has_lines, joins_tiles, ahead: see `VisionArch`.
       ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
       ahead_told: what it says where it is missing.
       encoder_free: there are no layers. A patch is a whole square, whose pixels pass a norm before their product.
@@ -175,6 +175,7 @@ class VisionFamily:
     merger_eps: float | None = None
     turns: bool = True
     has_lines: bool = False
+    joins_tiles: bool = False
     ahead: Ahead = "nowhere"
     ahead_key: str | None = None
     ahead_told: str | None = None
@@ -198,7 +199,7 @@ class VisionFamily:
     @property
     def has_one_size(self) -> bool:
         """Whether all images have `image_size`."""
-        return self.class_token or self.merger in ("pooled", "product", "halved")
+        return self.class_token or self.joins_tiles or self.merger in ("pooled", "product", "halved")
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,7 @@ class Family:
       may_be_flat: the file itself may describe the decoder instead, or repeat what the object says.
       tied_keys: the keys that say whether the embedding is the head, of which the first one holds that is there.
       ties_whole: where the larger model doesn't say whether the head is tied, it is, whatever `section` says.
+      ties_either: it is also if `section` says so, whatever the larger model says.
       moe: of families with mixtures of experts.
       latent: layers attend over a latent, whose sizes config.json has.
       scales_latents: what queries are made of and latents are multiplied by the root of D over their sizes.
@@ -373,6 +375,7 @@ class Family:
     may_be_flat: bool = False
     tied_keys: tuple[str, ...] = ("tie_word_embeddings",)
     ties_whole: bool = False
+    ties_either: bool = False
     sinks: bool = False
     moe: MoeFamily | None = None
     latent: bool = False

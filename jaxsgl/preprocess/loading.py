@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import msgspec
 import numpy as np
 from PIL import Image
 
@@ -19,11 +20,11 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import KIND_NAMES, Movie, is_movie
-from jaxsgl.preprocess.patches import Pixels, cut, frame_size, patches_of_frames, view_sizes
+from jaxsgl.preprocess.patches import Pixels, cut, frame_size, joined_tiles, patches_of_frames, view_sizes
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
-from jaxsgl.requests.media import MAX_LATER, digest_of, too_many_patches
+from jaxsgl.requests.media import CHANNELS, MAX_LATER, Tiling, digest_of, too_many_patches
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
 MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds
@@ -58,9 +59,12 @@ def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> 
     """Returns what `files` hold, in their order. Raises `InvalidRequest`."""
     loaded: list[Visual] = []
     left = Left(bounds.max_request_patches, settings.merge_size)
+    if settings.several_whole and sum(isinstance(file, ImageFile) for file in files) > 1:
+        settings = replace(settings, resolutions=())
     for number, file in enumerate(files):
         if isinstance(file, ImageFile):
-            visual = _image(file, settings, bounds, left, f"image {number}")
+            of_kind = _joined if settings.resolutions is not None else _image
+            visual = of_kind(file, settings, bounds, left, f"image {number}")
             left.take_patches(sum(part.num_patches for part in visual.parts))
             loaded.append(visual)
         else:
@@ -112,6 +116,55 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
         parts = tuple(_part([tile], settings, settings.image) for tile in tiles)
     columns = views[0].shape[1] // settings.fixed_side if settings.fixed_side and settings.tile_words else 0
     return Visual(parts, is_video=False, columns=columns)
+
+
+def _joined(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Visual:
+    """The picture in one part, of tiles that are joined; without resolutions it is shown whole alone, on a square."""
+    side, most = settings.fixed_side, bounds.max_picture_patches * settings.patch_size**2
+    assert side is not None
+    picture = _opened(file.content, bounds.max_pixels, name)
+    left.take_pixels(picture.width * picture.height, name)
+    if settings.resolutions:
+        ways = [joined_tiles(*size, settings, most) for size in (picture.size, picture.size[::-1])]
+        largest = [(max(way.height for way in ways), max(way.width for way in ways)), (side, side)]
+        num_bytes = _view_bytes(picture, file.content, largest)
+        num_bytes += 2 * CHANNELS * max(way.all_height * way.all_width for way in ways)
+    else:
+        num_bytes = _view_bytes(picture, file.content, [(side, side)]) + 4 * max(picture.size) ** 2
+    del picture
+    with bounds.room.taken(num_bytes, name):
+        tiles, tiling = _tiles(file.content, settings, bounds, name, side, most)
+        return Visual((_joined_part(tiles, settings, tiling),), is_video=False)
+
+
+def _tiles(
+    content: Content, settings: ProcessorSettings, bounds: Bounds, name: str, side: int, most: int
+) -> tuple[list[Pixels], Tiling]:
+    """The whole picture in a tile, and the others."""
+    picture = _opened(content, bounds.max_pixels, name)
+    turn = pictures.decode(picture, name)
+    width, height = pictures.upright_size(picture, turn)
+    if not settings.resolutions:
+        red, green, blue = (int(255 * mean) for mean in settings.image.mean)
+        square = pictures.on_square(picture, turn, (red, green, blue), side, settings.resample)
+        return [np.asarray(square)], Tiling(0, 0, 0, 0, 0)
+    way = joined_tiles(height, width, settings, most)
+    whole = np.asarray(pictures.scaled(picture, turn, side, side, settings.resample))
+    inner = np.asarray(pictures.scaled(picture, turn, way.width, way.height, settings.resample))
+    filled = np.zeros((way.all_height, way.all_width, CHANNELS), np.uint8)
+    top, left = (way.all_height - way.height) // 2, (way.all_width - way.width) // 2
+    filled[top : top + way.height, left : left + way.width] = inner
+    return [whole, *cut(filled, settings)], way.tiling
+
+
+def _joined_part(tiles: Sequence[Pixels], settings: ProcessorSettings, tiling: Tiling) -> Part:
+    """The tiles one under the other."""
+    parts = [_part([tile], settings, settings.image) for tile in tiles]
+    pixels = b"".join(part.pixels for part in parts)
+    _, h, w = parts[0].grid
+    grid = (1, h * len(parts), w)
+    name = f"{settings.name_of(settings.image)} {msgspec.structs.astuple(tiling)}"
+    return Part(digest_of(pixels, grid, name), grid, pixels, tiling=tiling)
 
 
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.settings import ProcessorSettings
+from jaxsgl.requests.media import Tiling
 
 MAX_RATIO = 200  # of the sides of a picture
+_LEAST_SHRINK = 1.1  # by less joined lines are not shrunk
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -70,6 +73,66 @@ def tiled_sizes(height: int, width: int, side: int, longest: int) -> list[tuple[
         return [first, (math.ceil(int(wide / ratio) / side) * side, wide)]
     high = math.ceil(first[0] / side) * side
     return [first, (high, math.ceil(int(high * ratio) / side) * side)]
+
+
+class Joined(NamedTuple):
+    """How a picture is cut into tiles that are joined.
+
+    Attributes:
+      height, width: to which it is scaled.
+      all_height, all_width: pixels of the tiles together, in whose middle it lies.
+      tiling: what its tokens make.
+    """
+
+    height: int
+    width: int
+    all_height: int
+    all_width: int
+    tiling: Tiling
+
+
+def joined_tiles(height: int, width: int, settings: ProcessorSettings, max_pixels: int) -> Joined:
+    """Returns it for a picture, whose tiles have `max_pixels` together at most, as far as resolutions allow.
+
+    In double precision, and in the order of the model's processor. Raises `InvalidRequest`.
+    """
+    _check_ratio(height, width)
+    assert settings.fixed_side is not None and settings.resolutions is not None
+    most = max_pixels - settings.fixed_side**2
+    fitting = [each for each in settings.resolutions if math.prod(each) <= most]
+    all_height, all_width = _best(height, width, fitting or [min(settings.resolutions, key=math.prod)])
+    by_width, by_height = all_width / width, all_height / height
+    scaled = (
+        (min(math.ceil(height * by_width), all_height), all_width)
+        if by_width < by_height
+        else (all_height, min(math.ceil(width * by_height), all_width))
+    )
+    side = settings.fixed_side // settings.patch_size
+    columns = all_width // settings.fixed_side
+    all_lines, all_columns = all_height // settings.fixed_side * side, columns * side
+    lines, across = all_lines, all_columns
+    if width / height > all_columns / all_lines:
+        lines -= (all_lines - int(round(height * (all_columns / width), 7))) // 2 * 2
+    else:
+        across -= (all_columns - int(round(width * (all_lines / height), 7))) // 2 * 2
+    shown = lines, across
+    if settings.most_tiles is not None:
+        ratio = math.sqrt(lines * across / (settings.most_tiles * side**2))
+        if ratio > _LEAST_SHRINK:
+            shown = int(lines // ratio), int(across // ratio)
+    return Joined(*scaled, all_height, all_width, Tiling(columns, lines, across, *shown))
+
+
+def _best(height: int, width: int, resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The resolution that shows most of a picture's pixels, and of several the one that leaves fewest empty."""
+
+    def shown(resolution: tuple[int, int]) -> tuple[int, int]:
+        all_height, all_width = resolution
+        scale = min(all_width / width, all_height / height)
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - all_height * all_width
+
+    return max(resolutions, key=shown)
 
 
 def view_sizes(height: int, width: int, settings: ProcessorSettings, max_pixels: int) -> list[tuple[int, int]]:

@@ -168,6 +168,20 @@ def scaled(
     return Image.merge("RGB", bands)
 
 
+def on_square(
+    picture: Image.Image, turn: Image.Transpose | None, colour: tuple[int, int, int], side: int, resample: int
+) -> Image.Image:
+    """Returns the same in the middle of a square of that colour, which is scaled to sides of `side`."""
+    width, height = upright_size(picture, turn)
+    longer = max(width, height)
+    square = Image.new("RGB", (longer, longer), colour)
+    lines = max(1, STRIP_PIXELS // width)
+    for top in range(0, height, lines):
+        strip = to_rgb(_upright_strip(picture, turn, top, min(top + lines, height)))
+        square.paste(strip, ((longer - width) // 2, (longer - height) // 2 + top))
+    return square.resize((side, side), Image.Resampling(resample))
+
+
 def _is_scaled_as_it_is(picture: Image.Image, turn: Image.Transpose | None) -> bool:
     """Whether nothing must be done to the pixels before."""
     return turn is None and picture.mode == "RGB" and picture.info.get("transparency") is None

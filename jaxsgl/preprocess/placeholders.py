@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.settings import ProcessorSettings, TileWords, Times, Written
-from jaxsgl.requests.media import Grid, MediaItem, sglang_pad_id
+from jaxsgl.requests.media import Grid, MediaItem, Tiling, sglang_pad_id
 
 EMPTY_LINE = "\n\n"
 
@@ -24,7 +24,7 @@ class Part:
     """A picture, a tile of one, or a temporal patch of a video.
 
     Attributes:
-      digest, grid, pixels, later: as in `MediaItem`.
+      digest, grid, pixels, later, tiling: as in `MediaItem`.
       time_s: of a temporal patch, its time in words; None: no words tell it.
     """
 
@@ -33,6 +33,7 @@ class Part:
     pixels: bytes
     time_s: float | None = None
     later: int | None = None
+    tiling: Tiling | None = None
 
     @property
     def num_patches(self) -> int:
@@ -258,13 +259,17 @@ def expand(
             tokens, line_len = _tokens_of(part, seen_as.get(token_id, token_id), settings)
             pad_id = sglang_pad_id(part.digest) if sglang_ids else None
             place = len(expanded), len(tokens)
-            items.append(MediaItem(part.digest, *place, part.grid, part.pixels, pad_id, part.later, line_len))
+            items.append(
+                MediaItem(part.digest, *place, part.grid, part.pixels, pad_id, part.later, line_len, part.tiling)
+            )
             expanded += tokens
     return expanded, tuple(items)
 
 
 def _tokens_of(part: Part, token_id: int, settings: ProcessorSettings) -> tuple[list[int], int]:
     """The tokens of a part, placeholders and ends of lines, and how many a line has; 0 if nothing ends lines."""
+    if part.tiling is not None:
+        return [token_id] * part.tiling.num_tokens(part.grid[2]), 0
     if settings.line_ends is None:
         return [token_id] * (part.num_patches // settings.merge_size**2), 0
     lines, width = (side // settings.merge_size for side in part.grid[1:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -94,6 +94,11 @@ class ProcessorSettings:
       tiles_longest: the longer side is scaled to so many pixels, and both then to multiples of `fixed_side`, which are
         cut into tiles; one more shows what was cut. None: tiles are as `tiles` says.
       tile_words: what is written around tiles; None: nothing is.
+      resolutions: heights and widths, of which the best one is filled with a picture as far as its ratio allows, and
+        cut into tiles of `fixed_side`, whose tokens are joined to lines; before them a tile shows it whole. None: tiles
+        are as told above.
+      most_tiles: joined lines are shrunk to as many tokens as so many tiles have; None: never.
+      several_whole: where pictures are several, each is a tile that shows it whole, in the middle of a grey square.
       resample: how pictures are scaled, by Pillow's number.
       written: what clients write for a picture: its placeholder, within the tokens of `vision_start_token_id` and
         `vision_end_token_id` if the model has them ("framed"); the first of these alone, for which those and the
@@ -137,6 +142,9 @@ class ProcessorSettings:
     tiles: tuple[int, int] | None = None
     tiles_longest: int | None = None
     tile_words: TileWords | None = None
+    resolutions: tuple[tuple[int, int], ...] | None = None
+    most_tiles: int | None = None
+    several_whole: bool = False
     resample: int = BICUBIC
     lifts: bool = False
     counts_frames: bool = False
@@ -215,6 +223,53 @@ _IDEFICS3_WORDS = TileWords(_FAKE + "<row_{row}_col_{column}>", "\n", "\n", f"{_
 _AYA_WORDS = TileWords(
     "TILE_{number}", "", "", "TILE_GLOBAL", "<|END_OF_IMG|>", start="<|START_OF_IMG|>", placeholder="<image>"
 )
+
+
+class _Joined(NamedTuple):
+    """What holds of a model whose tiles are joined, where its folder says nothing.
+
+    Attributes:
+      side: pixels along the sides of a tile.
+      image_token_id: the placeholder.
+      resolutions: see `ProcessorSettings`.
+      size: what the image processor says of a tile, by its side.
+      mean, std: of the normalization.
+      shrinks: long lines are shrunk, as `vision_aspect_ratio` says, and several pictures are shown whole alone.
+    """
+
+    side: int
+    image_token_id: int
+    resolutions: tuple[tuple[int, int], ...]
+    size: Callable[[int], dict[str, Any]]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shrinks: bool
+
+
+def _cropped(side: int) -> dict[str, Any]:
+    square = {"height": side, "width": side}
+    return {"size": {"shortest_edge": side}, "crop_size": square}
+
+
+def _whole(side: int) -> dict[str, Any]:
+    return {"size": {"height": side, "width": side}, "do_center_crop": False}
+
+
+# By `model_type`, too.
+_JOINED = {
+    "llava_next": _Joined(
+        336, 32_000, ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)), _cropped, *_CLIP, shrinks=False
+    ),
+    "llava_onevision": _Joined(
+        384,
+        151_646,
+        tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7)),
+        _whole,
+        *_CLIP,
+        shrinks=True,
+    ),
+}
+_ASPECT = "anyres_max_9"
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
 _GLM4V_TOKENS = {
@@ -252,6 +307,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     if config.get("model_type") == "llava":
         of_tower = _of_llava_pixtral if vision.get("model_type") == "pixtral" else _of_llava
         return of_tower(folder, config, vision, image, both)
+    if config.get("model_type") in _JOINED:
+        return _of_joined_tiles(folder, config, vision, image, both)
     if config.get("model_type") == "gemma3":
         return _of_gemma3(folder, config, vision, image)
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
@@ -452,6 +509,49 @@ def _of_aya_vision(
             fixed_side=side,
             tiles=(int(image.get("min_patches") or 1), int(image.get("max_patches") or 12)),
             tile_words=_AYA_WORDS,
+            takes_pixels=False,
+        )
+
+
+def _of_joined_tiles(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any], both: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, in tiles that are joined; those of the class token are left out."""
+    of_model = _JOINED[config["model_type"]]
+    side, patch_size = vision.get("image_size", of_model.side), vision.get("patch_size", 14)
+    _check_processor(folder / _IMAGE_FILE, image, {**of_model.size(side), "do_pad": True})
+    aspect = config.get("vision_aspect_ratio", _ASPECT)
+    told = {"num_image_tokens": (side // patch_size) ** 2, "vision_aspect_ratio": aspect, "patch_size": patch_size}
+    _check_processor(folder / _BOTH_FILE, both, told)
+    with _understood(folder):
+        listed = [each or None for each in (config.get("image_grid_pinpoints"), image.get("image_grid_pinpoints"))]
+        of_both = [
+            of_model.resolutions if each is None else tuple((int(h), int(w)) for h, w in each) for each in listed
+        ]
+        resolutions = of_both[0]
+        if of_both[0] != of_both[1] or any(pixels % side or pixels < 1 for each in resolutions for pixels in each):
+            raise CheckpointError(
+                f"{folder}: image_grid_pinpoints must be multiples of {side}, and the same in config.json and "
+                f"{_IMAGE_FILE}"
+            )
+        most = int(aspect.removeprefix("anyres_max_")) if of_model.shrinks else None
+        usual = {"image_mean": of_model.mean, "image_std": of_model.std}
+        mean, std = (tuple(map(float, image.get(key) or values)) for key, values in usual.items())
+        pixels = PixelSettings(side**2, side**2, mean, std)
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=1,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id") or config.get("image_token_index", of_model.image_token_id),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            fixed_side=side,
+            resolutions=resolutions,
+            most_tiles=most,
+            several_whole=of_model.shrinks,
             takes_pixels=False,
         )
 

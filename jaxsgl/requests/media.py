@@ -35,6 +35,26 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 Grid: TypeAlias = tuple[int, int, int]
 
 
+class Tiling(msgspec.Struct, frozen=True, array_like=True):
+    """How the tokens of a picture's tiles are joined to lines, after those of what shows it whole.
+
+    Attributes:
+      columns: tiles of a line; 0: there are none, and a single end follows what shows it whole.
+      lines, width: tokens of all tiles together that show the picture, in their middle; around it they show nothing.
+      shown_lines, shown_width: what these are shrunk to; each line ends with one token more.
+    """
+
+    columns: int
+    lines: int
+    width: int
+    shown_lines: int
+    shown_width: int
+
+    def num_tokens(self, side: int) -> int:
+        """Tokens of a picture whose tiles have `side` tokens along each side."""
+        return side**2 + (self.shown_lines * (self.shown_width + 1) if self.columns else 1)
+
+
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     """A still image, or one temporal patch of a video (its frames by twos, as the model takes them).
 
@@ -52,6 +72,8 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
         after the video's beginning; None: it begins something.
       line_len: tokens of a line, of which the last one ends it and stands for no part of the image; 0: nothing tells
         lines.
+      tiling: of a picture whose tiles are joined, which lie one under the other in its grid, the whole picture first;
+        None: it has no such tiles.
     """
 
     digest: bytes
@@ -62,6 +84,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     pad_id: int | None = None
     later: int | None = None
     line_len: int = 0
+    tiling: Tiling | None = None
 
     @property
     def num_patches(self) -> int:
@@ -99,6 +122,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
       max_request_patches: of all items of a request, whose pixels host memory holds until they are encoded.
       has_lines: tokens end the lines of images, see `MediaItem.line_len`.
       image_side: patches along the sides of any image; 0: they differ.
+      joins_tiles: images have a `MediaItem.tiling`, and `image_side` is that of a tile.
       may_come_later: requests of two legs may lack them, or their pixels, here: the prefill server encodes them.
     """
 
@@ -113,6 +137,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_picture_patches: int = 16384
     has_lines: bool = False
     image_side: int = 0
+    joins_tiles: bool = False
     may_come_later: bool = False
 
     @property
@@ -247,7 +272,9 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
     if t != 1 or h < merge or w < merge or h % merge or w % merge:
         raise InvalidRequest(f"{name} has the grid {item.grid}, but must have (1, h, w) in multiples of {merge}")
     side = limits.image_side
-    if side and (h, w) != (side, side):
+    if limits.joins_tiles:
+        _check_tiling(name, item, side)
+    elif side and (h, w) != (side, side):
         raise InvalidRequest(f"{name} has the grid {item.grid}, but all images of the model have (1, {side}, {side})")
     if item.num_patches > limits.max_patches:
         raise InvalidRequest(
@@ -263,6 +290,8 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
         raise InvalidRequest(f"{name} has a digest of {len(item.digest)} bytes, but SHA-256 has {DIGEST_BYTES}")
     line_len = w // merge + 1 if limits.has_lines else 0
     num_tokens = h // merge * line_len if line_len else item.num_patches // merge**2
+    if limits.joins_tiles and item.tiling is not None:
+        num_tokens = item.tiling.num_tokens(side)
     if (item.length, item.line_len) != (num_tokens, line_len):
         of_lines = f" in lines of {item.line_len}" if item.line_len else ""
         raise InvalidRequest(
@@ -280,3 +309,20 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
         raise InvalidRequest(
             f"{name} stands at tokens {item.offset} to {item.stop - 1}, but not all of these are placeholders"
         )
+
+
+def _check_tiling(name: str, item: MediaItem, side: int) -> None:
+    """Raises `InvalidRequest` unless its tiles have `side` patches along each side, and their lines what they need."""
+    tiling, (_, h, w) = item.tiling, item.grid
+    if tiling is not None and w == side and h % side == 0:
+        rows, rest = divmod(h // side - 1, tiling.columns or 1)
+        whole = rows * side, tiling.columns * side
+        of_tiles = (tiling.lines, tiling.width)
+        is_within = all(0 < of <= most and (most - of) % 2 == 0 for of, most in zip(of_tiles, whole, strict=True))
+        is_shown = 0 < tiling.shown_lines <= tiling.lines and 0 < tiling.shown_width <= tiling.width
+        if rest == 0 and (is_within and is_shown if tiling.columns > 0 else tiling.columns == rows == 0):
+            return
+    raise InvalidRequest(
+        f"{name} has the grid {item.grid} and joins {tiling}, but the model's tiles have {side} x {side} patches: give "
+        "the grid and the lines that these make"
+    )

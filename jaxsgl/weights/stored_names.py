@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families.internvl import INTERNVL
-from jaxsgl.models.families.llava import LLAVA
+from jaxsgl.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 
 # Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
 _QWEN_TOWER = ("model.visual.",)
@@ -34,6 +34,7 @@ _BESIDE_TOWER = {
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER
     ),
     **dict.fromkeys((*INTERNVL, *LLAVA), _PROJECTED_TOWER),
+    **dict.fromkeys((*LLAVA_NEXT, *LLAVA_ONEVISION), (*_PROJECTED_TOWER, "model.image_newline")),
     **dict.fromkeys(
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         ("model.vision_model.", "model.connector."),
@@ -57,6 +58,7 @@ _OF_OWN_MODEL = {
     "vision_model.": "model.vision_model.",
     "multi_modal_projector.": "model.multi_modal_projector.",
     "mm_projector.": "model.mm_projector.",
+    "image_newline": "model.image_newline",
 }
 
 # Of a draft head: what recipes have within the layer after the last one, and the files' names.

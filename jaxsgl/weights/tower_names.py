@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families.internvl import INTERNVL
-from jaxsgl.models.families.llava import WITH_CLIP, WITH_PIXTRAL
+from jaxsgl.models.families.llava import LLAVA_NEXT, LLAVA_ONEVISION, WITH_CLIP, WITH_PIXTRAL
 from jaxsgl.weights import pieces
 from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
 
@@ -125,6 +125,8 @@ _CLIP = _GEMMA3 | {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VM")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
+_LINE_END = {"line_end": _Of(("model.image_newline",), ("D",), ending="")}
+_ONEVISION = _GEMMA3 | {part: _CLIP[part] for part in ("merger.fc1", "merger.fc2")} | _LINE_END
 _AYA = _GEMMA3 | {
     "merger.norm": _Of((_PROJECTOR + "layernorm",), ("VW",)),
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("VU", "VW")),
@@ -222,6 +224,8 @@ _TOWERS = {
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     **dict.fromkeys(WITH_PIXTRAL, _MISTRAL3),
     **dict.fromkeys(WITH_CLIP, _CLIP),
+    **dict.fromkeys(LLAVA_NEXT, _CLIP | _LINE_END),
+    **dict.fromkeys(LLAVA_ONEVISION, _ONEVISION),
 }
 
 

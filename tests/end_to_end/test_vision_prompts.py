@@ -29,6 +29,10 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -334,6 +338,50 @@ def test_pictures_of_llava_give_transformers_tokens(kind: str, tmp_path: Path) -
     for form in ({"prompt": "11 <image> 23 <image>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
         (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
         assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
+    llm.close()
+
+
+def joined_processors(kind: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The image processor of tiles that are joined, what writes their placeholders, and what is told of both."""
+    square = {"height": 16, "width": 16}
+    if kind == "llava_onevision":
+        told, pixels, writer = (
+            {"size": square},
+            LlavaOnevisionImageProcessorPil,
+            object.__new__(LlavaOnevisionProcessor),
+        )
+    else:
+        told, pixels = told | {"size": {"shortest_edge": 16}, "crop_size": square}, LlavaNextImageProcessorPil
+        writer = object.__new__(LlavaNextProcessor)
+    writer.image_processor, writer.image_token, writer.patch_size = pixels(**told), "<image>", 4
+    writer.num_additional_image_tokens, writer.num_image_tokens, writer.vision_aspect_ratio = 1, 16, "anyres_max_2"
+    writer.vision_feature_select_strategy = "full" if kind == "llava_onevision" else "default"
+    return writer.image_processor, writer, told
+
+
+@pytest.mark.parametrize("kind", daily(["llava_onevision", "llava_next", "llava_next_mistral"], every=3))
+def test_pictures_whose_tiles_are_joined_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """One in a text, and two among ids, which LLaVA-OneVision sees whole alone."""
+    model = make_model(tmp_path, kind)
+    write_words(tmp_path, {IMAGE: "<image>"})
+    processor, writer, told = joined_processors(kind)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES | {"vision": VisionConfig(mm_pool_tokens=256, mm_max_patches=112)})
+    for given, form in (
+        ([picture(100, 82)], {"prompt": "11 <image> 23"}),
+        ([picture(100, 42), picture(17, 24, seed=1)], {"prompt_token_ids": [11, IMAGE, 23, IMAGE, 35]}),
+    ):
+        cut = processor(images=[given] if kind == "llava_onevision" else given, return_tensors="pt")
+        words = [writer.replace_image_token(cut, number) for number in range(len(given))]
+        prompt = tokenizer.encode(
+            " ".join(f"{text} {word}" for text, word in zip(("11", "23"), words, strict=False))
+        ).ids
+        prompt.append((23, 35)[len(given) - 1])
+        data = {"image": [file_of(each) for each in given]}
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt) and prompt.count(IMAGE) > 30
         assert list(answer.token_ids) == greedy(model, prompt, dict(cut), has_types=False)
     llm.close()
 

@@ -11,12 +11,23 @@ import pytest
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.config.features import VisionConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.start import sizing
 from jaxsgl.requests.media import Grid
 from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import NIGHTLY
-from tests.vision_models import MERGES, OF_CLIP, OF_IDEFICS, SQUARE, is_greedy, make_model, request
+from tests.vision_models import (
+    MERGES,
+    OF_CLIP,
+    OF_IDEFICS,
+    SQUARE,
+    WITH_JOINED,
+    is_greedy,
+    make_model,
+    request,
+    request_of_joined,
+)
 
 pytestmark = pytest.mark.device
 BY_NIGHT = pytest.mark.skipif(
@@ -34,6 +45,8 @@ class Served(NamedTuple):
     def request(self, request_id: str, num_images: int, seed: int, **params: Any) -> Request:
         """Text with pictures that the model takes."""
         rng = np.random.default_rng(seed)
+        if self.kind in WITH_JOINED:
+            return request_of_joined(request_id, self.kind, num_images, seed, **params)
         grids: list[Grid] = [SQUARE] * num_images
         if self.kind not in (*OF_CLIP, *OF_IDEFICS, "aya_vision"):
             grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(num_images)]
@@ -52,6 +65,8 @@ ENGINES = [
     ("aya_vision", 16),
     ("llava_mistral", 1),
     ("llava_qwen2", 64),
+    ("llava_next", 16),
+    ("llava_onevision", 4),
 ]
 
 
@@ -60,8 +75,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     kind, page_size = request.param
     folder = tmp_path_factory.mktemp(kind)
     model = make_model(folder, kind)
-    most = 64 * MERGES.get(kind, 2) ** 2
-    engine = engine_of(folder, page_size, vision=VisionConfig(mm_max_patches=most, mm_pool_tokens=80))
+    most, rows = (80, 100) if kind in WITH_JOINED else (64 * MERGES.get(kind, 2) ** 2, 80)
+    flags: dict[str, Any] = {"vision": VisionConfig(mm_max_patches=most, mm_pool_tokens=rows)}
+    with pytest.MonkeyPatch.context() as patch:
+        if kind in WITH_JOINED:  # whose images are encoded in parts, too
+            patch.setattr(sizing, "SLICED_PATCHES", 32)
+            flags |= {"scheduling": SchedulingConfig(max_itl_ms=1000.0)}
+        engine = engine_of(folder, page_size, **flags)
     yield Served(engine, model, kind)
     engine.close()
 
@@ -77,6 +97,9 @@ def test_many_requests_at_once_get_greedy_tokens(served: Served) -> None:
         assert is_greedy(model, asked, answer), asked.request_id
     assert len(set(map(tuple, answers))) > 11  # else any model would agree
     assert outputs(serve(engine, [requests], retract_every=5), requests) == answers
+    if served.kind in WITH_JOINED:
+        scheduling = SchedulingConfig(enable_mixed_chunk=True, max_itl_ms=1.0)
+        assert outputs(serve(engine, [requests[:8], [], requests[8:]], config=scheduling), requests) == answers
     assert engine.recompiles == before
 
 

@@ -593,6 +593,53 @@ PIXTRAL_12B: dict[str, Any] = {
 }
 
 
+# LLaVA-NeXT 7B with Mistral, and LLaVA-OneVision 0.5B, as published, in part.
+LLAVA_NEXT: dict[str, Any] = {
+    "architectures": ["LlavaNextForConditionalGeneration"],
+    "model_type": "llava_next",
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "text_config": {"model_type": "mistral", "intermediate_size": 14336, "max_position_embeddings": 32768,
+                    "num_key_value_heads": 8, "sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32064},
+    "tie_word_embeddings": False,
+    "use_image_newline_parameter": True,
+    "vision_config": LLAVA["vision_config"],
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}  # fmt: skip
+ONEVISION: dict[str, Any] = {
+    "architectures": ["LlavaOnevisionForConditionalGeneration"],
+    "model_type": "llava_onevision",
+    "image_token_index": 151646,
+    "projector_hidden_act": "gelu",
+    "text_config": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "vocab_size": 152000,
+                    "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+                    "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    "tie_word_embeddings": False,
+    "use_image_newline_parameter": True,
+    "video_token_index": 151647,
+    "vision_aspect_ratio": "anyres_max_9",
+    "vision_config": {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304,
+                      "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 26,
+                      "patch_size": 14, "vision_use_head": False},
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}  # fmt: skip
+
+
+def test_published_configs_of_joined_tiles_give_the_towers_of_one(tmp_path: Path) -> None:
+    arch, onevision = read_values(tmp_path, LLAVA_NEXT), read_values(tmp_path, ONEVISION)
+    alone = read_values(tmp_path, LLAVA).vision
+    assert arch.name == "LlavaNextMistralForConditionalGeneration" and onevision.tie_embeddings
+    assert alone is not None and arch.vision is not None and onevision.vision is not None
+    assert arch.vision == replace(alone, joins_tiles=True, image_tokens=0)
+    found = onevision.vision
+    assert (found.num_layers, found.image_side, found.merger, found.joins_tiles) == (26, 27, "plain", True)
+    assert (found.class_token, found.last_norm, found.image_token_id) == (False, False, 151_646)
+
+
 def test_a_published_config_of_llava_gives_all_layers_of_clip_but_the_last(tmp_path: Path) -> None:
     arch = read_values(tmp_path, LLAVA)
     tower = arch.vision

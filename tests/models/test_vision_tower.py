@@ -15,7 +15,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout_of, pack, token_positions
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import DisaggregationConfig
-from jaxsgl.engine.encoding import patches_of_call
+from jaxsgl.engine.encoding import patches_of_call, placed
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import plan_capacity
@@ -29,12 +29,15 @@ from jaxsgl.wiring import norms_digest
 from tests.plain_model import mesh_of
 from tests.vision_models import (
     APART,
+    JOINED_SIZES,
     OF_GEMMA4,
     OF_GLM,
     SECONDS,
     SQUARE,
+    WITH_JOINED,
     WITH_LINES,
     image,
+    joined_image,
     make_model,
     normalized,
     pictures,
@@ -50,8 +53,8 @@ FLOAT32 = jnp.dtype(jnp.float32)
     "kind",
     [
         "aya_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_small", "gemma4_unified", "glm4v", "glm4v_moe",
-        "glm_ocr", "idefics3", "internvl", "internvl_moe", "lighton_ocr", "llava", "mistral", "paddleocr_vl", "pixtral",
-        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+        "glm_ocr", "idefics3", "internvl", "internvl_moe", "lighton_ocr", "llava", "llava_next", "llava_onevision",
+        "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     ],
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
@@ -65,11 +68,14 @@ def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: 
     shape = TowerShape(
         merge, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window,
         positions="square" if positions == "none" else positions,
+        joined_side=4 if kind in WITH_JOINED else 0,
     )  # fmt: skip
     grids = [(1, 6, 9), (1, 3, 3), (1, 3, 30), (1, 12, 9)] if kind.startswith("gemma4") else GRIDS
     grids = [SQUARE] * 3 if arch.vision.image_side else grids
     frames = arch.vision.temporal_patch_size
     items = [image(0, grid, seed, kind in WITH_LINES, frames, merge) for seed, grid in enumerate(grids)]
+    if kind in WITH_JOINED:
+        items = [joined_image(kind, 0, size, seed) for seed, size in enumerate(JOINED_SIZES)]
     count = sum(item.num_patches for item in items)
     with torch.no_grad():
         if not is_packed:
@@ -81,24 +87,26 @@ def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: 
     if arch.vision.centred:
         exact.pooler_output = exact.pooler_output - exact.pooler_output.mean(-1, keepdim=True)
     taps = exact.deepstack_features if arch.vision.deepstack_layers else ()
-    rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in taps)], axis=-1)
+    expected = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in taps)], axis=-1)
 
     @jax.jit
-    def tower(params: Params, patches: Patches) -> jax.Array:
+    def tower(params: Params, patches: Patches, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         visual = nnx.merge(graphdef, params).visual
         assert visual is not None
-        return visual(patches)
+        return placed(visual, visual(patches), rows)
 
     for size in (count, 513 if merge == 3 else 512):  # alone, and with padding, in blocks
-        capacity = TowerCapacity(shape, 100, size)
+        capacity = TowerCapacity(shape, 1000, size)
         stops = np.cumsum([item.num_rows for item in items])
         places = [
             np.arange(stop - item.num_rows, stop, dtype=np.int32) for item, stop in zip(items, stops, strict=True)
         ]
         call = pack([list(zip(items, places, strict=True))], EncodeBucket(size), capacity)
-        found = tower(params, patches_of_call(jnp.asarray(call.pixels[0]), jnp.asarray(call.columns[0])))
-        in_order = np.argsort(call.rows[0][: count // merge**2])
-        np.testing.assert_allclose(np.asarray(found)[in_order], rows, atol=5e-4 if kind == "gemma4_small" else 5e-5)
+        patches = patches_of_call(jnp.asarray(call.pixels[0]), jnp.asarray(call.columns[0]))
+        found, rows = tower(params, patches, jnp.asarray(call.rows[0]))
+        in_order = np.argsort(rows, stable=True)[: len(expected)]
+        assert np.asarray(rows)[in_order].tolist() == list(range(len(expected)))
+        np.testing.assert_allclose(np.asarray(found)[in_order], expected, atol=5e-4 if kind == "gemma4_small" else 5e-5)
 
 
 def test_a_decode_server_has_no_weights_of_the_tower_and_no_program_for_it(tmp_path: Path) -> None:

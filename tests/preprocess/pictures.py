@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,14 @@ UNMERGED = ProcessorSettings(
 CROPPED = ProcessorSettings(
     14, 1, 1, PixelSettings(336**2, 336**2, *CLIP), PixelSettings(336**2, 336**2, *CLIP), 32_000, -1, -1, -1,
     fixed_side=336, crops=True, takes_pixels=False,
+)  # fmt: skip
+# Of LLaVA-NeXT and LLaVA-OneVision, as published.
+JOINED = replace(CROPPED, crops=False, resolutions=((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008)))
+SHRUNK = ProcessorSettings(
+    14, 1, 1, PixelSettings(384**2, 384**2, PIXELS.mean, PIXELS.std),
+    PixelSettings(384**2, 384**2, PIXELS.mean, PIXELS.std), 151_646, -1, -1, -1, fixed_side=384,
+    resolutions=tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7)),
+    most_tiles=9, several_whole=True, takes_pixels=False,
 )  # fmt: skip
 # Of SmolVLM 2.2B, as published: its patches leave out 6 of 384 pixels.
 TOLD_TILES = ProcessorSettings(

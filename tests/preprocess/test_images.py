@@ -7,6 +7,8 @@ import struct
 import zlib
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     get_optimal_tiled_canvas,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -38,9 +44,11 @@ from tests.preprocess.pictures import (
     CROPPED,
     FILLED,
     IN_LINES,
+    JOINED,
     LIFTED,
     OLDER,
     SETTINGS,
+    SHRUNK,
     SMALL,
     SQUARE,
     STEPPED,
@@ -227,6 +235,73 @@ def test_tiles_of_internvl_are_its_processors(width: int, height: int, count: in
         assert part.grid == (1, 32, 32)
         squares = tile.reshape(3, 16, 2, 14, 16, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
         np.testing.assert_array_equal(normalized(part, TILED), squares.reshape(part.num_patches, -1))
+
+
+ONEVISION = LlavaOnevisionImageProcessorPil(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+SHAPES = [(1, 1), (336, 336), (300, 217), (2000, 200), (60, 331), (1920, 1080), (403, 1207)]
+
+
+@pytest.mark.parametrize(("width", "height"), SHAPES)
+def test_joined_tiles_of_llava_next_are_its_processors(width: int, height: int) -> None:
+    cut = LlavaNextImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})(
+        images=[picture(width, height)], return_tensors="np"
+    )
+    writer = object.__new__(LlavaNextProcessor)
+    writer.image_processor, writer.image_token, writer.patch_size = resolutions_of(JOINED), "i", 14
+    writer.num_additional_image_tokens, writer.vision_feature_select_strategy = 1, "default"
+    part = part_of(picture(width, height), JOINED)
+    check_joined(part, JOINED, cut["pixel_values"][0], len(writer.replace_image_token(cut, 0)))
+
+
+@pytest.mark.parametrize(("width", "height"), daily(SHAPES, every=2))
+def test_joined_tiles_of_llava_onevision_are_its_processors(width: int, height: int) -> None:
+    """Of which 6 pixels are left out."""
+    cut = ONEVISION(images=[picture(width, height)], return_tensors="np")
+    part = part_of(picture(width, height), SHRUNK)
+    check_joined(part, SHRUNK, cut["pixel_values"][0][:, :, :378, :378], onevision_tokens(cut))
+
+
+def test_of_several_pictures_llava_onevision_sees_each_whole_alone() -> None:
+    given = [picture(300, 217), picture(60, 331, seed=1)]
+    cut = ONEVISION(images=[given], return_tensors="np")
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    turned = file_of(given[1].transpose(Image.Transpose.ROTATE_90), exif=exif)
+    visuals = load([ImageFile(file_of(given[0])), ImageFile(turned)], SHRUNK, BOUNDS)
+    for number, visual in enumerate(visuals):
+        (part,) = visual.parts
+        check_joined(part, SHRUNK, cut["pixel_values"][number][:1, :, :378, :378], onevision_tokens(cut))
+    (alone,) = load([ImageFile(file_of(given[0]))], SHRUNK, BOUNDS)
+    assert alone.parts[0].num_patches > 729
+
+
+def resolutions_of(settings: ProcessorSettings) -> SimpleNamespace:
+    return SimpleNamespace(image_grid_pinpoints=[list(each) for each in settings.resolutions or ()])
+
+
+def onevision_tokens(cut: Any) -> int:
+    writer = object.__new__(LlavaOnevisionProcessor)
+    writer.image_processor = resolutions_of(SHRUNK)
+    writer.num_image_tokens, writer.vision_aspect_ratio, writer.image_token = 729, "anyres_max_9", "i"
+    writer.vision_feature_select_strategy = "full"
+    return len(writer.replace_image_token(cut, 0))
+
+
+def check_joined(part: Part, settings: ProcessorSettings, tiles: npt.NDArray[np.float32], num_tokens: int) -> None:
+    """The tiles are the processor's, and so is the number of tokens."""
+    count, side = len(tiles), tiles.shape[-1] // 14
+    assert part.grid == (1, count * side, side) and part.tiling is not None
+    assert part.tiling.num_tokens(side) == num_tokens
+    patches = tiles.reshape(count, 3, side, 14, side, 14).transpose(0, 2, 4, 1, 3, 5).reshape(part.num_patches, -1)
+    np.testing.assert_array_equal(normalized(part, settings), patches)
+
+
+def test_joined_tiles_are_fewer_where_a_picture_may_have_fewer_patches() -> None:
+    few = replace(BOUNDS, max_picture_patches=3 * 24**2)
+    part = part_of(picture(1920, 1080), JOINED, few)
+    assert part.grid == (1, 3 * 24, 24) and part.tiling is not None and part.tiling.columns == 2
+    for given in (picture(1000, 600), picture(600, 1000)):  # the least one, if none is small enough
+        assert part_of(given, JOINED, replace(BOUNDS, max_picture_patches=24**2)).num_patches == 3 * 24**2
 
 
 @pytest.mark.parametrize(

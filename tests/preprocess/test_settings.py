@@ -17,9 +17,11 @@ from tests.preprocess.pictures import (
     FILLED,
     IMAGENET,
     IN_LINES,
+    JOINED,
     LIFTED,
     OLDER,
     SETTINGS,
+    SHRUNK,
     SQUARE,
     STEPPED,
     TILED,
@@ -491,6 +493,40 @@ GEMMA4_VIDEO = {
 )
 def test_the_files_of_gemma_4_are_understood(files: dict[str, Any], tmp_path: Path) -> None:
     assert load_settings(write(tmp_path, config=GEMMA4, **files)) == FILLED
+
+
+NEXT = {"model_type": "llava_next", "image_token_index": 32000, "vision_config": {"image_size": 336, "patch_size": 14}}
+NEXT_IMAGE = {
+    "crop_size": {"height": 336, "width": 336}, "do_center_crop": True, "do_pad": True, "resample": 3,
+    "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    "image_mean": CLIP[0], "image_std": CLIP[1], "size": {"shortest_edge": 336},
+}  # fmt: skip
+ONEVISION = {"model_type": "llava_onevision", "vision_config": {"image_size": 384, "patch_size": 14}}
+
+
+def test_the_files_of_joined_tiles_are_understood(tmp_path: Path) -> None:
+    told = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    for image in (NEXT_IMAGE, {}):
+        assert load_settings(write(tmp_path, config=NEXT, preprocessor_config=image, processor_config=told)) == JOINED
+    image = {"size": {"height": 384, "width": 384}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    write(tmp_path, config=ONEVISION, preprocessor_config=image, processor_config={"num_image_tokens": 729})
+    assert load_settings(tmp_path) == SHRUNK
+
+
+@pytest.mark.parametrize(
+    ("config", "image", "message"),
+    [
+        (NEXT, {"image_grid_pinpoints": [[336, 336]]}, "the same in config.json and preprocessor_config.json"),
+        (NEXT, {"crop_size": {"height": 224, "width": 224}}, "crop_size is"),
+        ({**NEXT, "image_grid_pinpoints": [[336, 337]]}, {"image_grid_pinpoints": [[336, 337]]}, "multiples of 336"),
+        ({**ONEVISION, "vision_aspect_ratio": "pad"}, {}, "can't be understood"),
+    ],
+)
+def test_other_processors_of_joined_tiles_are_refused(
+    config: dict[str, Any], image: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_settings(write(tmp_path, config=config, preprocessor_config=image))
 
 
 def test_tokens_of_gemma_4_without_layers_are_its_patches(tmp_path: Path) -> None:

@@ -229,17 +229,20 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     shape = TowerShape(
         vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers, vision.window,
         len(vision.deepstack_layers), "square" if vision.positions == "none" else vision.positions,
+        vision.image_side if vision.joins_tiles else 0,
     )  # fmt: skip
+    num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
+    if vision.joins_tiles and not flags.mm_max_patches:
+        max_patches = min(max_patches, shape.patches_of(num_rows))
     square = vision.merge_size**2
     if max_patches < (needed := vision.image_patches):
         raise ConfigError(f"--mm-max-patches is {max_patches}, but each image has {needed}: raise it to that")
     max_patches -= max_patches % (needed or square)  # calls hold whole images, where these have one size
-    num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     if num_rows < shape.tokens_of(max_patches):
         raise ConfigError(
             f"--mm-pool-tokens is {num_rows}, but an image may have {shape.tokens_of(max_patches)} tokens: raise it to "
-            f"that, or lower --mm-max-patches to {num_rows * square}"
+            f"that, or lower --mm-max-patches to {shape.patches_of(num_rows)}"
         )
     mode = config.disaggregation.disaggregation_mode
     if config.disaggregation.is_on and flags.mm_host_mib == 0:
@@ -293,7 +296,8 @@ def media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | N
         has_lines=arch.vision.has_lines,
         image_side=arch.vision.image_side,
         max_items=max(MIN_ITEMS, most // TOKENS_OF_ITEM),
-        max_patches=tower.image_tokens * arch.vision.merge_size**2,
+        joins_tiles=arch.vision.joins_tiles,
+        max_patches=min(tower.image_tokens * arch.vision.merge_size**2, tower.max_patches),
         max_request_patches=max_tokens * arch.vision.merge_size**2,
         max_picture_patches=tower.max_patches,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",

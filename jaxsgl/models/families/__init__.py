@@ -23,6 +23,8 @@ BY_TOWER: dict[str, dict[str, str]] = {
     "AyaVisionForConditionalGeneration": {"siglip_vision_model": "AyaVisionForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"pixtral": "LightOnOcrForConditionalGeneration"},
     "LlavaForConditionalGeneration": LLAVA_BY_TOWER,
+    "LlavaNextForConditionalGeneration": {"clip_vision_model": "LlavaNextForConditionalGeneration"},
+    "LlavaOnevisionForConditionalGeneration": {"siglip_vision_model": "LlavaOnevisionForConditionalGeneration"},
 }
 BY_DECODER: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {

@@ -239,6 +239,31 @@ AYA_TOWER = replace(
     keys={**SIGLIP.keys, "spatial_merge_size": "downsample_factor"},
 )
 
+# LLaVA-NeXT's and LLaVA-OneVision's, CLIP's and SigLIP's: a picture's tiles are joined.
+LLAVA_NEXT_TOWER = replace(
+    CLIP,
+    joins_tiles=True,
+    required_beside={**CLIP.required_beside, "use_image_newline_parameter": True},
+    defaults={**CLIP.defaults, "image_size": 336},
+)
+LLAVA_ONEVISION_TOWER = replace(
+    SIGLIP,
+    image_token_id=151_646,
+    last_norm=False,
+    merger="plain",
+    feature_layer=-1,
+    ahead="nowhere",
+    joins_tiles=True,
+    mean=_CLIP_MEAN,
+    std=_CLIP_STD,
+    required_beside={
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "full",
+        "use_image_newline_parameter": True,
+    },
+    defaults_beside={"vision_feature_select_strategy": "full"},
+)
+
 # PaddleOCR-VL's: SigLIP's, whose patches turn, too.
 PADDLE_OCR_TOWER = VisionFamily(
     100_295,

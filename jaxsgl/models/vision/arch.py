@@ -74,6 +74,7 @@ class VisionArch:
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
       image_tokens: that an image has at most, as the model's processor scales it; 0: there is no such limit.
       has_lines: a token ends each line of an image, and another one the last line; positions are as of text.
+      joins_tiles: tokens of a picture's tiles are joined to lines, each of which ends with a learned embedding.
       ahead: the decoder's layers in which tokens of an image see up to its end.
       pad_token_id: as what layers with embeddings of their own take a token of an image.
       window: tokens along the sides of a window; layers but those of `full_layers` attend within windows. 0: all attend
@@ -130,6 +131,7 @@ class VisionArch:
     image_side: int = 0
     image_tokens: int = 0
     has_lines: bool = False
+    joins_tiles: bool = False
     ahead: Ahead = "nowhere"
     pad_token_id: int = 0
     window: int = 0
@@ -255,8 +257,9 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         merger_ffn_size=_read_merger_ffn(whole, config, family, hidden_size),
         standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,
-        image_tokens=(image_side // merge_size) ** 2,
+        image_tokens=0 if family.joins_tiles else (image_side // merge_size) ** 2,
         has_lines=family.has_lines,
+        joins_tiles=family.joins_tiles,
         ahead=_read_ahead(whole, family),
         pad_token_id=_of_decoder(whole, "pad_token_id") or 0,
         window=window,

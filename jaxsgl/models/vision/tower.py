@@ -163,6 +163,8 @@ class Tower(Matrices):
             _vector(self, "class_place", (m,), dtype, mean=0.0)
         if arch.pixel_norm:
             _norm(self, "pixel_norm", (arch.patch_len,), dtype, arch.root_norms)
+        if arch.joins_tiles:
+            _vector(self, "line_end", (arch.out_size,), dtype, mean=0.0)
         for name, is_there in (("norm0", arch.first_norm), ("norm3", arch.last_norm)):
             if is_there:
                 _norm(self, name, (m,), dtype, arch.root_norms)
@@ -220,6 +222,14 @@ class Tower(Matrices):
             x_PM = _normalized(self, "norm3", x_PM, self._of, self.arch.norm_eps)
         made = self.merger(x_PM)
         return centred(made, made.dtype) if self.arch.centred else made
+
+    def joined(self, made_PD: jax.Array, taps: jax.Array, weights: jax.Array) -> jax.Array:
+        """Tokens `[T, D]` of pictures, from those of their tiles; see `EncodeInputs.rows`."""
+        made = jnp.concatenate([made_PD, _array(self, "line_end")[None].astype(made_PD.dtype)])
+        out = jnp.zeros((len(taps), made.shape[1]), jnp.float32)
+        for tap in range(taps.shape[1]):
+            out += made.at[taps[:, tap]].get(mode="promise_in_bounds").astype(jnp.float32) * weights[:, tap, None]
+        return out.astype(made_PD.dtype)
 
     def embed(self, patches: Patches) -> jax.Array:
         """`[P, M]` of pixels and learned positions; with class tokens one more for each image, before its patches."""
