@@ -92,7 +92,7 @@ class ModelArch:
       attention_out_factor: on what attention makes; None: 1.
       unit_factors: on gates and ups of dense MLPs; None: 1.
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
-      sinks: query heads have attention sinks.
+      value_dim: numbers of a value where these are fewer than of a key; the cache has H all the same. None: H.
       output_gate: what attention's output has gates for, whose sigmoids multiply it; None: it has none.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
@@ -160,7 +160,7 @@ class ModelArch:
     unit_factors: tuple[float, float] | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
-    sinks: bool = False
+    value_dim: int | None = None
     output_gate: OutputGate | None = None
     normalizes_values: bool = False
     layer_factors: bool = False
@@ -183,6 +183,11 @@ class ModelArch:
     vision: VisionArch | None = None
     next_layer: LayerSpec | None = None
     stage: Stage = WHOLE
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether query heads of some layer have attention sinks."""
+        return any(layer.has_sinks for layer in self.layers)
 
     @property
     def num_layers(self) -> int:
@@ -286,8 +291,9 @@ class ModelArch:
         return replace(self, num_kv_heads=heads.number, head_dim=heads.size, kv_copies=heads.copies)
 
     def with_heads_of(self, layer: LayerSpec) -> ModelArch:
-        """The model as if all layers had the kv heads of this one."""
-        return self.with_heads(layer.heads)
+        """The model as if all layers had the kv heads of this one, and turned them as it does, if it does."""
+        arch = self.with_heads(layer.heads)
+        return arch if layer.rope is None else replace(arch, ropes=(self.ropes[layer.rope],) * len(self.ropes))
 
     @property
     def embedding_size(self) -> int:
@@ -518,7 +524,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         rows_before_positions=family.rows_before_positions or 0,
         attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family.caps or family.caps_logits, "final_logit_softcapping"),
-        sinks=family.sinks,
+        value_dim=_read_value_dim(config, family, head_dim),
         output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
         head=head,
         vision=_read_vision(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
@@ -660,11 +666,25 @@ def _read_factors(config: ConfigFile, family: Family, num_layers: int) -> tuple[
 
 
 def _read_attention_factor(config: ConfigFile, family: Family) -> float | None:
-    """The factor on what attention makes, that on what it reads included."""
-    if family.multipliers != "by part":
+    """The factor on what attention makes, that on what it reads, or on values, included."""
+    if family.scales_values:
+        factor = config.number("attention_value_scale", 1.0)
+    elif family.multipliers == "by part":
+        factor = config.number("attention_in_multiplier", 1.0) * config.number("attention_out_multiplier", 1.0)
+    else:
         return None
-    factor = config.number("attention_in_multiplier", 1.0) * config.number("attention_out_multiplier", 1.0)
     return None if factor == 1 else factor
+
+
+def _read_value_dim(config: ConfigFile, family: Family, head_dim: int) -> int | None:
+    if not family.narrow_values:
+        return None
+    value_dim = config.count("v_head_dim", head_dim)
+    if value_dim > head_dim:
+        raise CheckpointError(
+            f"{config.path}: v_head_dim is {value_dim}, but values may not have more numbers than keys, {head_dim}"
+        )
+    return None if value_dim == head_dim else value_dim
 
 
 def _read_unit_factors(config: ConfigFile, family: Family) -> tuple[float, float] | None:

@@ -259,6 +259,12 @@ class Family:
         them where layers have a rope.
       full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
       full_first: that is the first of so many; else the last one.
+      full_begins: the first layer has no window, either.
+      window_before_key: the key of the window without the token itself, which holds if it is there.
+      window_heads_key: the key of the number of kv heads of layers with windows, without which these have twice as many
+        as others; None: all have equally many.
+      narrow_values: `v_head_dim` holds (`ModelArch.value_dim`).
+      scales_values: `attention_value_scale` holds.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
       interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
       turns_backwards: a checkpoint turns heads the other way round.
@@ -280,7 +286,8 @@ class Family:
       own_parts: layers have embeddings of their own, or others' keys; or "all", kv heads and MLPs of their own, too
         (`own_parts_config`). None: they are alike.
       several_streams: `altup_num_inputs`, `laurel_rank` and `activation_sparsity_pattern` hold (`models/streams.py`).
-      sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
+      sinks: query heads have an attention sink, a score that joins the softmax's denominator and has no value: those
+        of all layers, or of layers with windows. None: no head has one.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       may_be_flat: the file itself may describe the decoder instead, or repeat what the object says.
       tied_keys: the keys that say whether the embedding is the head, of which the first one holds that is there.
@@ -353,6 +360,11 @@ class Family:
     windows: Literal["none", "always", "flag", "even by flag", "all by flag", "late", "listed", "chunks"] = "none"
     full_every: int | None = None
     full_first: bool = False
+    full_begins: bool = False
+    window_before_key: str | None = None
+    window_heads_key: str | None = None
+    narrow_values: bool = False
+    scales_values: bool = False
     partial_rope: bool = False
     interleaved_rope: bool = False
     turns_backwards: bool = False
@@ -376,7 +388,7 @@ class Family:
     tied_keys: tuple[str, ...] = ("tie_word_embeddings",)
     ties_whole: bool = False
     ties_either: bool = False
-    sinks: bool = False
+    sinks: Literal["all", "windows"] | None = None
     moe: MoeFamily | None = None
     latent: bool = False
     scales_latents: bool = False

@@ -80,6 +80,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         raise CheckpointError(f"{config.path}: llama_4_scaling_beta needs q_lora_rank, which is null")
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(_read_max_context(config, family), *stretched, 0)
+    of_windows = _read_window_heads(config, family, heads)
     window, chunk = _read_window(config, family, max_context), _read_chunk(config, family, max_context)
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
     experts = _read_beside(config, family.moe)
@@ -99,6 +100,8 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
             chunk=chunk if each == CHUNKED else None,
             unit_heads=has_unit_heads and turned,
             also_attends=family.side_by_side,
+            heads=of_windows if each == SLIDING else None,
+            has_sinks=family.sinks == "all" or (family.sinks == "windows" and each == SLIDING),
         )
         for mlp, each, turned, rope, own in zip(mlps, types, is_turned, rope_of_layer, latents, strict=True)
     )
@@ -213,6 +216,9 @@ def _read_limited(config: ConfigFile, family: Family, is_turned: list[bool]) -> 
     if pattern is not None:
         for key in ("global_attn_every_n_layers", "_sliding_window_pattern", "sliding_window_pattern"):
             pattern = config.get(key, pattern)
+    told = config.get("hybrid_layer_pattern")
+    if told is not None:
+        return [bool(each) for each in _of_each_layer(config, "hybrid_layer_pattern", told, len(is_turned))]
     if family.windows == "chunks":
         return is_turned
     if family.turned_layers == "told":
@@ -226,7 +232,8 @@ def _read_limited(config: ConfigFile, family: Family, is_turned: list[bool]) -> 
         return [False for _ in layers]
     dense = config.get("first_k_dense_replace", 0) if family.turned_layers == "windows or dense" else 0
     first_full = dense + (0 if family.full_first else -1)
-    return [i >= dense and (not pattern or (i - first_full) % pattern != 0) for i in layers]
+    limited = [i >= dense and (not pattern or (i - first_full) % pattern != 0) for i in layers]
+    return [False, *limited[1:]] if family.full_begins else limited
 
 
 def _of_each_layer(config: ConfigFile, key: str, values: Any, num_layers: int) -> list[Any]:
@@ -249,8 +256,22 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     if not (is_on and is_given):
         return None
     window = config.count("sliding_window")
+    if family.window_before_key is not None and config.get(family.window_before_key) is not None:
+        window = config.count(family.window_before_key) + 1
     is_told_apart = family.vision is not None and family.vision.ahead == "in windows"
     return window if window < max_context or is_told_apart else None
+
+
+def _read_window_heads(config: ConfigFile, family: Family, heads: KvHeads) -> KvHeads | None:
+    """The kv heads of layers with windows, where they aren't those of the model."""
+    if family.window_heads_key is None:
+        return None
+    number, num_heads = config.count(family.window_heads_key, 2 * heads.number), config.count("num_attention_heads")
+    if num_heads % number:
+        raise CheckpointError(
+            f"{config.path}: {num_heads} heads of layers with windows can't share {number} kv heads evenly"
+        )
+    return None if number == heads.number else replace(heads, number=number)
 
 
 def _read_chunk(config: ConfigFile, family: Family, max_context: int) -> int | None:

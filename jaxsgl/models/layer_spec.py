@@ -359,6 +359,7 @@ class LayerSpec:
         are the last ones. None: to what it keeps itself.
       experts: a mixture next to `mlp`: both read the residual stream, by norms of their own.
       shortcut: `experts` read what `mlp` reads, and their result is added at the end of the next layer.
+      has_sinks: its query heads have attention sinks.
       also_attends: it attends next to its mixer, which keeps a state, and adds what both make of what they read.
       embedding_size: P, numbers of the embedding that the layer has of each token (`models/layer_embedding.py`); 0:
         none.
@@ -379,6 +380,7 @@ class LayerSpec:
     unit_heads: bool = False
     also_attends: bool = False
     shortcut: bool = False
+    has_sinks: bool = False
 
     @property
     def matrices(self) -> frozenset[str]:

@@ -294,6 +294,7 @@ class Attention(Matrices):
             arch.rms_norm_eps, arch.rotates_first, arch.normalizes_values, arch.qk_norm,
         )  # fmt: skip
         self.qkv_limit, self.out_factor = arch.qkv_limit, arch.attention_out_factor
+        self.value_dim = v = arch.value_dim or h
         # Kernels read a layer's row of scales. All layers have as many, so that their kernels are one.
         self.num_ones = len(arch.attention_layers) if spec.unit_heads else 0
         axes = ("kv_heads", None, None, None)
@@ -304,12 +305,12 @@ class Attention(Matrices):
         if self.has_head_gates:
             self.declare("gates", (num_kv_heads, num_rows - 2, d), axes[:-1], dtype, None, fan_in=d)
         fused = num_kv_heads, num_rows + self.num_gates, h, d
-        reordered = reorders_heads(arch.ropes, h)
+        reordered = reorders_heads(arch.ropes, h) or v < h
         self.declare("qkv", fused, axes, dtype, arch.format_of(spec, "qkv"), fan_in=d, reordered=reordered)
-        self.declare("o", (d, n * h), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * h)
+        self.declare("o", (d, n * v), (None, "kv_heads"), dtype, arch.format_of(spec, "o"), fan_in=n * v)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
         # Attention takes no stack and an index: to cut a row from one would be a kernel.
-        self.sinks = vector((n,), ("kv_heads",), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
+        self.sinks = vector((n,), ("kv_heads",), jnp.dtype(jnp.float32), mean=0.0) if spec.has_sinks else None
 
     def reader(self, kernels: KernelChoice) -> Weights | None:
         """The only matrix that multiplies x; None: there are several."""
@@ -356,7 +357,7 @@ class Attention(Matrices):
             qkv = replace(qkv.with_heads(jnp.clip(_with_bias(qkv), -self.qkv_limit, self.qkv_limit)), bias=None)
         if q_norm is not None and q_norm.ndim > 2:
             qkv = _normalized_in_stacks(qkv, _of_each_head if self.qk_norm == "centred head" else _over_all_heads)
-        out_TNH = attend(place, qkv, None if self.sinks is None else self.sinks[...])
+        out_TNH = attend(place, qkv, None if self.sinks is None else self.sinks[...])[..., : self.value_dim]
         out = out_TNH.reshape(len(x_TD), -1)
         if self.num_gates:
             gates, gate_bias = qkv.gates.astype(jnp.float32), rows.stack(vectors.gate_bias, place)

@@ -360,7 +360,8 @@ class SharedKeysAttention(Matrices):
         assert spec.keys_from is not None
         self.keys_at = arch.places[spec.keys_from]
         self.eps = arch.rms_norm_eps
-        num_kv_heads, num_rows, h = qkv_heads(arch.with_heads_of(spec))
+        arch = arch.with_heads_of(spec)
+        num_kv_heads, num_rows, h = qkv_heads(arch)
         d, out = arch.hidden_size, arch.num_heads * h
         queries = num_kv_heads, num_rows - 2, h, d
         by_head = ("kv_heads", None, None, None)

@@ -374,7 +374,7 @@ class _Exceptions:
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        keys = ("ignore", "modules_to_not_convert", "exclude_modules")
+        keys = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
         told = [str(each) for key in keys for each in modelopt_part(config).get(key) or ()]
         names = [each for each in told if not each.startswith("re:")]
         self._path = path

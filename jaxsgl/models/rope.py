@@ -145,7 +145,7 @@ def split_half_order(rope: RopeParams, head_dim: int) -> list[int] | None:
 
 
 def reorders_heads(ropes: Sequence[RopeParams], head_dim: int) -> bool:
-    """Whether the dimensions of a checkpoint's heads are reordered; all ropes of a model share one order."""
+    """Whether the dimensions of a checkpoint's heads are reordered; all ropes of a layer's heads share one order."""
     return bool(ropes) and split_half_order(ropes[0], head_dim) is not None
 
 

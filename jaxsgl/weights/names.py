@@ -172,6 +172,18 @@ _VALUES_ARE_KEYS: dict[Path, Recipe] = {
     ),
 }
 
+_NARROW_VALUES: dict[Path, Recipe] = {
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "v_proj.weight", ("KV", "D")),
+        ),
+        pieces.fuse_heads,
+    ),
+    ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NV")),), pieces.as_is),
+}
+
 _LATENT: dict[Path, Recipe] = {
     ("attention", "q"): Recipe((Source(_ATTENTION + "q_proj.weight", ("NLQ", "D")),), pieces.latent_queries),
     ("attention", "q_a"): Recipe((Source(_ATTENTION + "q_a_proj.weight", ("LQ", "D")),), pieces.as_is),
@@ -614,6 +626,7 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
         return Recipe(named(recipe.sources), recipe.pieces, recipe.computed)
     assert isinstance(path[1], int)
     spec = arch.layers[path[1]]
+    own |= _NARROW_VALUES if arch.value_dim is not None else {}
     if spec.keys_from is not None or spec.values_are_keys:
         own |= _VALUES_ARE_KEYS if spec.values_are_keys else _READS_KEYS
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]

@@ -105,11 +105,13 @@ def queries_alone(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piec
 def _fuse_queries(arch: ModelArch, queries: Tensor, k: Tensor, v: Tensor) -> Iterator[Piece]:
     """`fuse_heads` of queries `[N, H, ...]`."""
     q = queries.reshape(arch.num_kv_heads, -1, *queries.shape[1:])
-    k, v = (each.reshape(arch.stored_kv_heads, 1, arch.head_dim, *each.shape[1:]) for each in (k, v))
-    group = q.shape[1]
+    k, v = (each.reshape(arch.stored_kv_heads, 1, -1, *each.shape[1:]) for each in (k, v))
+    group, width = q.shape[1], v.shape[2]
     yield from _turned(arch, (slice(None), slice(0, group)), q, axis=2)
     yield from _copied(arch, _turned(arch, (slice(None), slice(group, group + 1)), k, axis=2))
-    yield from _copied(arch, iter([Piece((slice(None), slice(group + 1, group + 2)), v)]))
+    for first in range(0, arch.head_dim, width):  # after a narrow value copies of it follow, which nothing reads
+        place = slice(None), slice(group + 1, group + 2), slice(first, min(first + width, arch.head_dim))
+        yield from _copied(arch, iter([Piece(place, v[:, :, : arch.head_dim - first])]))
 
 
 def _copied(arch: ModelArch, pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -124,7 +126,7 @@ def _copied(arch: ModelArch, pieces: Iterator[Piece]) -> Iterator[Piece]:
 
 
 def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator[Piece]:
-    """The dimensions of heads, from the checkpoint's order to that of `rope_tables`; all ropes of a model share one.
+    """The dimensions of heads, from the checkpoint's order to that of `rope_tables`; `arch` has the layer's rope.
 
     A piece for each run of dimensions that are equally far apart, since such a run is a view.
     """

@@ -188,6 +188,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "K": arch.stored_kv_heads,
         "NH": arch.num_heads * arch.head_dim,
         "KH": arch.stored_kv_heads * arch.head_dim,
+        "NV": arch.num_heads * (arch.value_dim or 0),
+        "KV": arch.stored_kv_heads * (arch.value_dim or 0),
         "QKV": (arch.num_heads + 2 * arch.stored_kv_heads) * arch.head_dim,
         "2F": 2 * ffn_size,
         "2D": 2 * arch.hidden_size,

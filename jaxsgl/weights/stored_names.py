@@ -117,6 +117,7 @@ _OTHER_SPELLINGS = {
     "vision_tower.vision_model.": "vision_tower.",  # which is a model of its own in older folders
     ".self_attn.g_proj.": ".self_attn.gate_proj.",  # of LFM3 in transformers' memory
     ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1 there
+    ".attention_sink_bias": ".sinks",  # of MiMo
     ".attention_layer_norm.": ".input_layernorm.",  # of OLMo's layers with states
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
     # Of Kimi Linear's layers without experts, as transformers writes them.

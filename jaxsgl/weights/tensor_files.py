@@ -44,7 +44,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DRAFT_HEAD = "mtp."  # what names of its tensors begin with
 # And in these architectures' files.
-DRAFT_HEADS = {"Ernie4_5_MoeForCausalLM": "model.mtp_", "LongcatFlashForCausalLM": "model.mtp."}
+DRAFT_HEADS = {
+    "Ernie4_5_MoeForCausalLM": "model.mtp_",
+    **dict.fromkeys(("LongcatFlashForCausalLM", "MiMoV2FlashForCausalLM"), "model.mtp."),
+}
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # and their names in config.json
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
 DTYPES: dict[str, npt.DTypeLike] = {

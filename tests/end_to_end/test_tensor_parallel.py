@@ -35,9 +35,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48},
     "olmoe": {"num_experts": 16, "vocab_size": 201},
     "gemma4_moe": {"num_experts": 16},
+    "mimo_v2_flash": {"n_routed_experts": 16},
 }
 NUM_LAYERS = count(2, 3)
-OTHER_NUM_LAYERS = dict.fromkeys(("gemma3n", "gemma4", "gemma4_small", "gemma4_moe"), 5)
+OTHER_NUM_LAYERS = dict.fromkeys(("gemma3n", "gemma4", "gemma4_small", "gemma4_moe"), 5) | {"mimo_v2_flash": 4}
 # Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies; 201 tokens are padded on devices.
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},

@@ -20,7 +20,7 @@ from tests.plain_model import checkpoint_logits
 @pytest.fixture
 def with_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of a family that has sinks, below and above its scores."""
-    monkeypatch.setitem(FAMILIES, "Qwen2ForCausalLM", replace(FAMILIES["Qwen2ForCausalLM"], sinks=True))
+    monkeypatch.setitem(FAMILIES, "Qwen2ForCausalLM", replace(FAMILIES["Qwen2ForCausalLM"], sinks="all"))
     folder = make_checkpoint("qwen2", tmp_path, max_position_embeddings=64)
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)

@@ -47,7 +47,7 @@ UNTRIED = {
     "kimi_linear": ("model_max_length", "num_hidden_layers"),
     "longcat_flash": ("num_layers", "ffn_hidden_size"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
-    "gemma3n": ("num_hidden_layers",),
+    **dict.fromkeys(("gemma3n", "mimo_v2_flash"), ("num_hidden_layers",)),
     **dict.fromkeys(
         ("gemma4", "gemma4_small", "gemma4_moe", "gemma4_unified"), ("num_hidden_layers", "per_layer_config")
     ),
@@ -117,9 +117,8 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
     }[scaling]
     for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
-        if kind in ("phi3", "lfm3", "mellum", "cwm", "apertus", "ministral3", "mistral4", "phimoe") or kind.startswith(
-            "gemma4"
-        ):  # which have ropes of other kinds alone
+        of_other_kinds = "phi3", "lfm3", "mellum", "cwm", "apertus", "ministral3", "mistral4", "phimoe", "mimo_v2_flash"
+        if kind in of_other_kinds or kind.startswith("gemma4"):  # which have ropes of other kinds alone
             continue
         if kind in (
             "cohere2_moe",
@@ -303,7 +302,7 @@ GPT_OSS: dict[str, Any] = {
 def test_gpt_oss_as_it_is_published_is_understood(tmp_path: Path) -> None:
     arch = read(tmp_path, **GPT_OSS)
     assert windows(arch) == [128, None, 128, None]
-    assert arch.sinks and arch.attention_bias and arch.attention_out_bias and arch.weight_format is None
+    assert arch.has_sinks and arch.attention_bias and arch.attention_out_bias and arch.weight_format is None
     assert (arch.max_context, arch.head_dim) == (131072, 64)
     assert arch.dtype == "bfloat16"  # which the file doesn't name
     (rope,) = arch.ropes

@@ -13,7 +13,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.start.model_flags import check_stages
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, Latent, MoeMlp
+from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, KvHeads, Latent, MoeMlp
 
 HY3: dict[str, Any] = {
     "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312,
@@ -91,6 +91,24 @@ GEMMA_3N_E2B: dict[str, Any] = {
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None,
         "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16", "use_cache": True,
         "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+    },
+}  # fmt: skip
+MIMO_V2_FLASH: dict[str, Any] = {
+    "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_chunk_size": 128, "head_dim": 192,
+    "attention_dropout": 0.0, "attention_value_scale": 0.707, "hidden_act": "silu", "hidden_size": 4096,
+    "hybrid_block_size": None, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1], "initializer_range": 0.02,
+    "intermediate_size": 16384, "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
+    "moe_intermediate_size": 2048, "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1], "n_group": 1, "n_routed_experts": 256,
+    "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+    "num_hidden_layers": 7, "num_key_value_heads": 4, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+    "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_size": 128,
+    "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": 152576,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "ignored_layers": [f"model.layers.{layer}.self_attn.o_proj" for layer in range(7)],
     },
 }  # fmt: skip
 _INT4: dict[str, Any] = {
@@ -241,6 +259,25 @@ def test_gemma_3n_is_understood(tmp_path: Path) -> None:
     for key, value in (("altup_active_idx", 1), ("activation_sparsity_pattern", [1.0] * 10)):
         with pytest.raises(CheckpointError, match=key):
             read(tmp_path, {**GEMMA_3N_E2B, "text_config": text | {key: value}})
+
+
+def test_mimo_v2_flash_is_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, MIMO_V2_FLASH)
+    assert [layer.window for layer in arch.layers] == [None, *[129] * 4, None, 129]
+    assert [layer.heads for layer in arch.layers] == [
+        None if layer.window is None else KvHeads(8, 192) for layer in arch.layers
+    ]
+    assert [layer.has_sinks for layer in arch.layers] == [layer.window is not None for layer in arch.layers]
+    assert [isinstance(layer.mlp, MoeMlp) for layer in arch.layers] == [False] + [True] * 6
+    assert [(rope.theta, rope.rotary_dim) for rope in arch.ropes] == [(5e6, 64), (1e4, 64)]
+    assert [layer.rope for layer in arch.layers] == [0, 1, 1, 1, 1, 0, 1]
+    assert (arch.num_kv_heads, arch.head_dim, arch.value_dim, arch.attention_out_factor) == (4, 192, 128, 0.707)
+    assert {layer.unquantized for layer in arch.layers} == {frozenset({"o"})}
+    assert arch.layers == read(tmp_path, {**MIMO_V2_FLASH, "hybrid_layer_pattern": None}).layers
+    for key, value in (("v_head_dim", 256), ("swa_head_dim", 128), ("swa_num_key_value_heads", 5)):
+        changed = {**MIMO_V2_FLASH, key: value} | ({"swa_v_head_dim": 256} if key == "v_head_dim" else {})
+        with pytest.raises(CheckpointError, match=f"{key}|5 kv heads"):
+            read(tmp_path, changed)
 
 
 def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized(tmp_path: Path) -> None:

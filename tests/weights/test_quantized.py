@@ -316,6 +316,7 @@ EXCEPTED: list[tuple[str, str, list[str], str]] = [
     ("deepseek_v32", "fp8 in blocks", ["indexer"], "indexer"),
     ("hy_v3", "fp8 in blocks", ["shared_mlp", "lm_head"], "shared_mlp"),
     ("kolibri1", "compressed-tensors int8", ["re:.*layers.1.mlp.experts", "lm_head"], r"1\.mlp\.exp"),
+    ("mimo_v2_flash", "fp8 in blocks", ["self_attn.o_proj"], "o_proj"),
     ("apertus", "fp8 in blocks", ["model.layers.0.mlp", "lm_head"], r"layers\.0\.mlp"),
 ]
 
@@ -728,8 +729,11 @@ def test_experts_in_groups_are_dequantized_as_they_are_loaded(kind: str, name: s
 
 # Kinds whose matrices are fused, cut by heads, or turned as they are loaded; sizes that are no multiples of a block.
 BLOCK_KINDS = daily(
-    ("qwen3", "qwen3_moe", "phi3", "deepseek_v3", "qwen3_5", "qwen3_next", "glm4", "glm_moe_dsa"), every=3
-)
+    (
+        "qwen3", "qwen3_moe", "phi3", "deepseek_v3", "qwen3_5", "qwen3_next", "glm4", "glm_moe_dsa", "mimo_v2_flash",
+    ),
+    every=3,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)

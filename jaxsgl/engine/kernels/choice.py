@@ -89,7 +89,7 @@ def kernel_shapes(
         kv_dtype=precision.kv.name,
         norm_dtype=norm_dtype(arch, precision.weights).name,
         attention=tuple(dict.fromkeys(options)),
-        has_sinks=arch.sinks,
+        has_sinks=arch.has_sinks,
         has_bias=arch.attention_bias and by_heads,
         has_out_bias=arch.attention_out_bias or arch.mlp_bias,
         has_out_norms=bool(arch.normed["mlp_out_norm"]),
@@ -225,9 +225,9 @@ def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
         values = net.value_heads * net.value_size
         others = [(net.key_heads * net.rows, hidden, "outputs"), (hidden, values, "inputs")]
     if latent is None:
-        out = n * arch.head_dim
+        out = n * (arch.value_dim or arch.head_dim)
         if arch.reading_layers:
-            others = [(out, hidden, "outputs")]  # queries without keys
+            others = [(n * arch.head_dim, hidden, "outputs")]  # queries without keys
         return [(math.prod(qkv_heads(arch)), hidden, "outputs"), *others, (hidden, out, "inputs")]
     query = n * (latent.unrotated + latent.rotated)
     queries = [(query, hidden, "outputs")]

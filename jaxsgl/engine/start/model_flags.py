@@ -92,7 +92,7 @@ def _check_adapters(config: EngineConfig, arch: ModelArch) -> None:
         layer.heads is not None or layer.keys_from is not None or layer.values_are_keys or layer.experts is not None
         for layer in arch.layers
     )
-    if config.lora.is_on and differs:
+    if config.lora.is_on and (differs or arch.value_dim is not None):
         raise ConfigError(
             f"--lora-paths or --enable-lora does not go with {arch.name} yet, whose layers have projections of several "
             "shapes, or lack some: leave it out, or merge the adapter into the weights"

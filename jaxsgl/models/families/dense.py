@@ -51,7 +51,7 @@ GRANITE = Family(mlp_bias=None, multipliers="each", attention_scale=1.0, default
 
 # The same with windows and sinks.
 GRANITE_SWA: dict[str, Any] = {
-    "sinks": True,
+    "sinks": "all",
     "windows": "always",
     "full_every": 4,
     "full_first": True,
