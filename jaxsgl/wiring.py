@@ -159,7 +159,7 @@ def build_scheduler(
             engine.buckets,
             engine.arch.eos_token_ids,
             scheduling,
-            radix_cache=not config.disable_radix_cache,
+            radix_cache=not config.disable_radix_cache and engine.arch.encoder is None,
             random_seed=seed + rank,
             max_queued_requests=-(-config.max_queued_requests // num_ranks) if limited else None,
             max_queued_tokens=-(-config.max_queued_tokens // num_ranks) if limited else None,

@@ -34,6 +34,9 @@ class AttentionOptions:
     chunk: int | None = None
     """A query at position p sees no position before p // chunk * chunk; None is no limit. `chunks` makes plain
     attention of it before a backend is called. Not for queries that see ahead, nor for latents."""
+    symmetric: bool = False
+    """Whether a window holds for positions after a query's own, too: the caller cuts `seen` to it. Backends need not
+    know."""
 
     def __post_init__(self) -> None:
         if self.sm_scale is not None and not (0 < self.sm_scale < math.inf):

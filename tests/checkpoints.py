@@ -31,20 +31,13 @@ def make_checkpoint(
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = model_class(config_class(**{**values, **config_changes})).to(dtype)
+    fill(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                "norm" in name or ".ln_" in name
-            ):  # away from the initial ones, zeros and near-uniform logits, so that each one matters
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
-                parameter.copy_(0.3 * torch.randn_like(parameter))
-            else:
-                parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
-                if "modality_router" in name:
-                    parameter.mul_(parameter.shape[-1] ** 0.5)  # else streams hardly depend on each other
-                if "olmo" in kind and "embed" in name:
-                    parameter.mul_(8)  # else the normalized updates hide which token it is
+            if "modality_router" in name:
+                parameter.mul_(parameter.shape[-1] ** 0.5)  # else streams hardly depend on each other
+            if "olmo" in kind and "embed" in name:
+                parameter.mul_(8)  # else the normalized updates hide which token it is
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
@@ -53,6 +46,18 @@ def make_checkpoint(
     torch.random.set_rng_state(generator_state)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return folder
+
+
+def fill(model: torch.nn.Module) -> None:
+    """Draws parameters away from the initial ones, zeros and near-uniform logits, so that each one matters."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.lower() or ".ln_" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
 
 
 def configuration(kind: str, without: str = "") -> dict[str, Any]:

@@ -130,6 +130,7 @@ class BucketSet:
       rope_axes: of steps without images; see `Bucket`.
       images: whether steps may have images.
       sees_ahead: see `Capacity`.
+      sees_whole: see `PoolingSpec`.
       encode: shapes of calls of the vision tower, ascending; (): there is none.
       encode_in_parts: those that may be run in parts, too.
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
@@ -151,6 +152,7 @@ class BucketSet:
     rope_axes: int = 0
     images: bool = False
     sees_ahead: bool = False
+    sees_whole: bool = False
     encode: tuple[EncodeBucket, ...] = ()
     encode_in_parts: tuple[EncodeBucket, ...] = ()
     verify_sizes: tuple[int, ...] = ()
@@ -196,6 +198,7 @@ class BucketSet:
             rope_axes=int(capacity.has_axes),
             images=capacity.tower is not None,
             sees_ahead=capacity.sees_ahead,
+            sees_whole=capacity.pooling is not None and capacity.pooling.sees_whole,
             encode=() if capacity.tower is None else capacity.tower.buckets,
             encode_in_parts=() if capacity.tower is None else capacity.tower.buckets_in_parts,
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
@@ -233,7 +236,8 @@ class BucketSet:
         Beside generation there are as few of them as of those that score prompts.
         """
         if not self.generates:
-            return replace(self.extend(num_tokens, num_seqs, columns=columns), pools=True)
+            bucket = self.extend(num_tokens, num_seqs, columns=columns)
+            return replace(bucket, pools=True, sees_ahead=self.sees_whole)
         return replace(self.score(num_tokens, variant, columns), kind="extend")
 
     def score(self, num_tokens: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:

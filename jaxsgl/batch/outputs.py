@@ -31,7 +31,8 @@ class StepOutputs(NamedTuple, Generic[ArrayT]):
       prompt_logprobs: `[T]` float32, of the `targets` of a "score" step.
       prompt_top_ids: `[T, K]` int32, the most likely tokens in the targets' places, best first.
       prompt_top_logprobs: `[T, K]` float32, of `prompt_top_ids`.
-      pooled: `[S, D]` float32, the hidden state of each sequence's last token, or the sum over its tokens.
+      pooled: `[S, D]` float32, the hidden state of a token of each sequence, or the sum over its tokens, or what a
+        folder's matrices make of that.
       label_logits: `[S, L]` float32, of its `label_ids`, or of the labels of a classification head.
       log_total: `[S]` float32, see `Pooled`; None if the server doesn't generate.
       hidden: `[T, D]` float32, the hidden state of each token after the last norm.
@@ -102,7 +103,7 @@ OUTPUTS: dict[str, Output] = {
     "prompt_logprobs": Output(("T",), np.float32, _scores),
     "prompt_top_ids": Output(("T", "K"), np.int32, _scores),
     "prompt_top_logprobs": Output(("T", "K"), np.float32, _scores),
-    "pooled": Output(("S", "D"), np.float32, _pools),
+    "pooled": Output(("S", "pooled"), np.float32, _pools),
     "label_logits": Output(("S", "L"), np.float32, _pools),
     "log_total": Output(("S",), np.float32, _pools, depends_on_model=True),
     "hidden": Output(("T", "D"), np.float32, _states),

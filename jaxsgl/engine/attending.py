@@ -57,6 +57,11 @@ class Places(Protocol):
         ...
 
     @property
+    def positions(self) -> jax.Array:
+        """`[T]` of the tokens in their sequences."""
+        ...
+
+    @property
     def seen(self) -> jax.Array | None:
         """`[T]` how many tokens of its sequence each token sees, from the first on; None: those up to itself."""
         ...
@@ -111,6 +116,8 @@ class Pages:
         """Attention of an extend; where the layer sees ahead, by a kernel that can."""
         a, backend = self._places, self._kernels.paged_extend_attention
         seen = a.seen if options.sees_ahead else None
+        if seen is not None and options.symmetric and options.sliding_window is not None:
+            seen = jnp.minimum(seen, a.positions + options.sliding_window)
         if seen is not None and not sees_ahead(backend):
             backend = AUTO
         return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, seen, backend=backend)

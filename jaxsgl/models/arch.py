@@ -22,8 +22,10 @@ from msgspec.structs import replace as replace_struct
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.models.encoder import Encoder, read_second_after
 from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
 from jaxsgl.models.families import BY_DECODER, BY_TOWER, FAMILIES, TOLD_NAMES
+from jaxsgl.models.families.encoders import ENCODERS
 from jaxsgl.models.family import Family, NormPlaces, OutputGate, Parallel, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
@@ -34,17 +36,20 @@ from jaxsgl.models.quantized_formats import EXPERTS_IN_MXFP4, has_quantized_expe
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.unserved import why_unserved
 from jaxsgl.models.vision.arch import VisionArch, read_vision
-from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
+from jaxsgl.requests.outputs import LAST_TOKEN, PoolingKind, PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 UNTOLD_DTYPE = "bfloat16"  # of models since about 2023, where neither config.json nor tensors tell it
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2", "relu", "gelu", "gelu_new", "xielu"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu2", "relu", "gelu", "gelu_new", "xielu", "gelu_erf"]
 Head: TypeAlias = Literal["vocabulary", "labels", "none"]
 _OTHER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "Model": "none"}  # transformers' classes
+# transformers' classes of an encoder; a head that predicts masked tokens is left out.
+_ENCODER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "ForMaskedLM": "none", "Model": "none"}
 # config.json's words -> ours, of MLPs with gates and of those without
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+OF_ENCODERS: dict[str, Activation] = {**ACTIVATIONS, "gelu": "gelu_erf"}
 WITHOUT_GATES: dict[str, Activation] = {
     "relu2": "relu2",
     "relu": "relu",
@@ -117,6 +122,7 @@ class ModelArch:
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
       vision: the tower that makes tokens of images; None: there is none, or images are refused.
+      encoder: how it differs from a decoder, if its tokens see their whole prompt.
       stage: which of the model's layers `layers` are, if they are not all.
       next_layer: the checkpoint's layer after these, which predicts one token more; None: there is none.
     """
@@ -182,6 +188,7 @@ class ModelArch:
     generates: bool = True
     vision: VisionArch | None = None
     next_layer: LayerSpec | None = None
+    encoder: Encoder | None = None
     stage: Stage = WHOLE
 
     @property
@@ -313,8 +320,15 @@ class ModelArch:
         value_dim = None if self.latent is None else self.latent.kv_rank
         layer = self.layers[layer_index]
         sees_ahead = self.vision is not None and self.vision.sees_ahead_in(layer.window is not None)
+        is_encoder = self.encoder is not None
         return AttentionOptions(
-            self.attention_scale, layer.window, self.attention_cap, value_dim, sees_ahead, chunk=layer.chunk
+            self.attention_scale,
+            layer.window,
+            self.attention_cap,
+            value_dim,
+            sees_ahead or is_encoder,
+            chunk=layer.chunk,
+            symmetric=is_encoder,
         )
 
     def format_of(self, layer: LayerSpec, matrix: str) -> WeightFormat | None:
@@ -418,6 +432,7 @@ class ModelArch:
         quantizations = described(folder, config)
         arch = _read_arch(config, generation)
         arch = _with_end_of_tokenizer(arch, folder)
+        arch = _with_types(arch, folder)
         arch = _with_pooling(arch, folder, config)
         arch = _with_quantization(arch, quantizations)
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
@@ -474,10 +489,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
     embedding_scale, residual_scale, logits_divisor = _read_factors(config, family, len(layers.specs))
     if family.scales_logits and (scale := config.number("logit_scale", 1.0)) != 1.0:
         logits_divisor = 1.0 / scale
-    num_positions = 0
-    if family.rows_before_positions is not None:
-        num_positions = family.rows_before_positions + config.count("max_position_embeddings")
     dtype = _read_dtype(whole, config)
+    encoder = _read_encoder(config, family)
     scales_embedding = family.scales_embedding and _holds(config, family.scales_embedding_key)
     return ModelArch(
         name=name,
@@ -520,16 +533,33 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         logits_divisor=logits_divisor,
         normalizes_embedding=family.normalizes_embedding,
         head_bias=family.head_bias and _holds(config, family.head_bias_key),
-        num_positions=num_positions,
+        num_positions=_read_num_positions(config, family),
         rows_before_positions=family.rows_before_positions or 0,
         attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family.caps or family.caps_logits, "final_logit_softcapping"),
         value_dim=_read_value_dim(config, family, head_dim),
         output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
-        head=head,
+        head="none" if encoder is not None and head == "vocabulary" else head,
         vision=_read_vision(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
         next_layer=layers.next_spec,
+        encoder=encoder,
     )
+
+
+def _read_num_positions(config: ConfigFile, family: Family) -> int:
+    """Rows of the table of learned positions; 0: there is none."""
+    before = family.rows_before_positions
+    if before is None:
+        return 0
+    counts_all = family.encoder is not None and family.encoder.counts_rows_before
+    return config.count("max_position_embeddings") + (0 if counts_all else before)
+
+
+def _read_encoder(config: ConfigFile, family: Family) -> Encoder | None:
+    if family.encoder is None or not _holds(config, family.encoder.key):
+        return None
+    num_types = config.count("type_vocab_size") if family.encoder.has_types else 0
+    return Encoder(family.encoder.restarts, num_types, classifier=family.encoder.classifier)
 
 
 def _read_vision(
@@ -618,6 +648,10 @@ _SPELLED = {
 
 def _family_of(architecture: str | None) -> tuple[str, Head]:
     """The name in `FAMILIES` of an architecture, which may be the decoder with another head or none, and its head."""
+    for suffix, head in _ENCODER_HEADS.items():
+        encoder = str(architecture).removesuffix(suffix) + "Model"
+        if encoder in ENCODERS and str(architecture).endswith(suffix):
+            return encoder, head
     for suffix, head in _OTHER_HEADS.items():
         if architecture is not None and architecture not in FAMILIES and architecture.endswith(suffix):
             stem = architecture.removesuffix(suffix)
@@ -638,7 +672,8 @@ def _read_tied(whole: ConfigFile, config: ConfigFile, family: Family) -> bool:
 def _read_activation(config: ConfigFile, family: Family) -> Activation:
     word = config.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     word = family.activations.get(word, word)
-    supported = ACTIVATIONS if family.gated else WITHOUT_GATES
+    with_gates = ACTIVATIONS if family.encoder is None else OF_ENCODERS
+    supported = with_gates if family.gated else WITHOUT_GATES
     if word not in supported:
         raise CheckpointError(
             f"{config.path}: {family.activation_key} is {word}, but supported are {', '.join(supported)}"
@@ -722,11 +757,32 @@ def _with_end_of_tokenizer(arch: ModelArch, folder: Path) -> ModelArch:
     return replace(arch, eos_token_ids=(*arch.eos_token_ids, end))
 
 
+def _with_types(arch: ModelArch, folder: Path) -> ModelArch:
+    """`arch`, whose tokens are of the second type after the tokenizer's token between two texts, if it has two."""
+    if arch.encoder is None or arch.encoder.num_types < 2:
+        return arch
+    after = read_second_after(folder, arch.vocab_size)
+    return replace(arch, encoder=replace(arch.encoder, second_after=after))
+
+
 def _with_pooling(arch: ModelArch, folder: Path, config: ConfigFile) -> ModelArch:
     """`arch` with the way in which the folder says that embeddings and scores are made."""
     labels = read_labels(config) if arch.head == "labels" else ()
-    spec = read_pooling(folder, config, arch.hidden_size, labels)
+    spec = read_pooling(folder, config, arch.hidden_size, labels, of_encoder=_pooling_of_encoder(arch, config))
     return replace(arch, folder_pooling=replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary"))
+
+
+def _pooling_of_encoder(arch: ModelArch, config: ConfigFile) -> PoolingKind | None:
+    """How an encoder pools where its folder doesn't say it, or its head always does; None: `arch` is none."""
+    family = FAMILIES[arch.name].encoder
+    if arch.encoder is None or family is None:
+        return None
+    if family.pooling_key is None:
+        return family.pooling
+    told = config.get(family.pooling_key, "cls")
+    if told not in ("cls", "mean"):
+        raise CheckpointError(f"{config.path}: {family.pooling_key} is {told}, but supported are cls and mean")
+    return "mean" if told == "mean" else "first"
 
 
 def _with_quantization(arch: ModelArch, told: Sequence[tuple[Path, Mapping[str, Any]]]) -> ModelArch:

@@ -54,6 +54,7 @@ from jaxsgl.models.mixers import (
     ShortConvolution,
 )
 from jaxsgl.models.moe import MoE
+from jaxsgl.models.pooled_nets import ClassNet, DenseNet
 from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeParams, RopeTables, tables_of
@@ -273,6 +274,8 @@ class DecoderLayers(Matrices):
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, arch.norm_row("attention_norm", 0))
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
+        if arch.encoder is not None and arch.encoder.restarts != "nowhere":
+            x_TD = _restarted(read_TD)
         for index, layer in enumerate(self.layers):
             context.note_stream(index, x_TD)
             shortcuts = [step.shortcuts.pop() for _ in tuple(step.shortcuts)]
@@ -461,11 +464,19 @@ class DecoderLayers(Matrices):
         if next_norm is None:
             x_TD = x_TD + sum_parts(added, x_TD)
             return x_TD, x_TD
+        restarts = self.arch.encoder is not None and self.arch.encoder.restarts == "everywhere"
         take_rounded = [each is not None and rounds_rows(x_TD.dtype, each) for each in readers]
-        if take_rounded and all(take_rounded) and next_norm.bias is None:
+        if take_rounded and all(take_rounded) and next_norm.bias is None and not restarts:
             return add_and_norm_in_float8(x_TD, added, *next_norm.scale, eps, backend=kernels.add_and_norm)
         biases = None if next_norm.bias is None else next_norm.bias[0]  # whose row is that of the scales
-        return add_and_norm(x_TD, added, *next_norm.scale, eps, biases=biases, backend=kernels.add_and_norm)
+        x_TD, read_TD = add_and_norm(x_TD, added, *next_norm.scale, eps, biases=biases, backend=kernels.add_and_norm)
+        return (_restarted(read_TD) if restarts else x_TD), read_TD
+
+
+def _restarted(read_TD: Rows) -> jax.Array:
+    """The residual stream that goes on from what a norm made, without its mean, as norms expect it."""
+    assert isinstance(read_TD, jax.Array), "streams go on from rows as they are"
+    return centred(read_TD, read_TD.dtype)
 
 
 class Decoder(DecoderLayers):
@@ -480,7 +491,12 @@ class Decoder(DecoderLayers):
         if arch.num_positions and arch.stage.is_first:
             self.declare("positions", (arch.num_positions, d), (None, None), dtype, None, fan_in=d)
         self.layer_embeddings = LayerEmbeddings(arch, dtype, activations) if arch.embedding_size else None
-        if arch.head == "labels":
+        num_types = 0 if arch.encoder is None else arch.encoder.num_types
+        self.types = vector((num_types, d), (None, None), dtype, mean=0.0) if num_types else None
+        makes_embeddings = arch.pooling is not None and arch.pooling.dense and arch.head != "labels"
+        self.dense_net = DenseNet(arch.folder_pooling.dense, dtype) if makes_embeddings else None
+        self.class_net = ClassNet(arch, dtype) if arch.head == "labels" and arch.encoder is not None else None
+        if arch.head == "labels" and self.class_net is None:
             self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
@@ -518,7 +534,21 @@ class Decoder(DecoderLayers):
             assert isinstance(table, jax.Array), "tables of positions aren't quantized"
             added_TD = table.at[positions + self.arch.rows_before_positions].get(mode="clip")
             rows_TD = rows_TD.astype(jnp.float32) + added_TD.astype(jnp.float32)
+        if self.types is not None:
+            rows_TD = rows_TD.astype(jnp.float32) + self._rows_of_types(token_ids, positions)
         return centred(rows_TD, self.activations) if self.arch.centred else rows_TD.astype(self.activations)
+
+    def _rows_of_types(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """The embeddings `[T, D]` or `[D]` float32 of the tokens' types, of prompts that are in the step whole."""
+        assert self.types is not None and self.arch.encoder is not None
+        table, after = self.types[...].astype(jnp.float32), self.arch.encoder.second_after
+        if after is None:
+            return table[0]
+        ends = token_ids == after
+        before = jnp.cumsum(ends) - ends
+        places = jnp.arange(len(token_ids))
+        is_second = before > before[jnp.maximum(places - positions, 0)]
+        return table[is_second.astype(jnp.int32)]
 
     def _scaled_rows(self, token_ids: jax.Array) -> jax.Array:
         """Embeddings `[T, D]`; their factor is rounded to the weights' dtype where the model was trained so."""
@@ -576,6 +606,8 @@ class Decoder(DecoderLayers):
 
     def class_logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, C]` float32 of the classes of a classification head."""
+        if self.class_net is not None:
+            return self.class_net(hidden)
         return product(hidden, self.matrix("score"), jnp.float32)
 
     def _head(self) -> Weights:

@@ -15,6 +15,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object, read_value
 from jaxsgl.models.config_file import ConfigFile
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
 
 def read_end_tokens(*configs: ConfigFile | None) -> tuple[int, ...]:
     """The ids (a number or a list) that the first of them names, generation_config.json before config.json; or none.
@@ -33,12 +35,20 @@ def read_end_tokens(*configs: ConfigFile | None) -> tuple[int, ...]:
 
 
 def end_token_of_tokenizer(folder: Path, vocab_size: int) -> int | None:
-    """The id of tokenizer_config.json's `eos_token`; None: there is no such file, token or id below `vocab_size`."""
-    path = folder / "tokenizer_config.json"
+    """The id of tokenizer_config.json's `eos_token`, as `token_of_tokenizer` finds it."""
+    return token_of_tokenizer("eos_token", folder, vocab_size)
+
+
+def token_of_tokenizer(key: str, folder: Path, vocab_size: int, default: str | None = None) -> int | None:
+    """The id of a token of tokenizer_config.json, or of the text `default` if the file doesn't name it.
+
+    None: there is no such file, token or id below `vocab_size`.
+    """
+    path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return None
     config = read_object(path)
-    token = _text_of(config.get("eos_token"))
+    token = _text_of(config.get(key, default))
     if token is None:
         return None
     found = _id_of(token, config, folder / "tokenizer.json")

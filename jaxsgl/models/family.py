@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from jaxsgl.models.encoder import Classifier, Restarts
+from jaxsgl.requests.outputs import PoolingKind
 from pallas_kernels.routing import Score
 
 # Which norms a layer has: before mixer and MLP; after them, before the sum; both; before them, and after a mixture of
@@ -203,6 +205,28 @@ class VisionFamily:
 
 
 @dataclass(frozen=True)
+class EncoderFamily:
+    """How a family's models differ from decoders that see what came before.
+
+    Attributes:
+      pooling: how prompts are pooled where the folder doesn't say it.
+      key: the key that says whether it is an encoder; None: it is one.
+      restarts, classifier: see `Encoder`.
+      pooling_key: the key of how a classification head pools, "cls" or "mean"; None: as `pooling` says.
+      has_types: embeddings of `type_vocab_size` types of tokens are added.
+      counts_rows_before: `max_position_embeddings` counts the rows before that of the first position.
+    """
+
+    pooling: PoolingKind
+    key: str | None = None
+    restarts: Restarts = "nowhere"
+    classifier: Classifier = "tanh"
+    pooling_key: str | None = None
+    has_types: bool = False
+    counts_rows_before: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """What the name of an architecture implies.
 
@@ -317,6 +341,7 @@ class Family:
       required: what keys must say, where they are there, since nothing else is built; a text is another key, with whose
         value it must agree.
       defaults: values of keys that config.json may leave out, as it calls them.
+      encoder: each token sees its whole prompt, and no tokens are generated; None: it is a decoder.
       ignored: keys that the family's reference code ignores, too.
     """
 
@@ -404,6 +429,7 @@ class Family:
     next_layers_key: str | None = None
     draft_head: bool = False
     vision: VisionFamily | None = None
+    encoder: EncoderFamily | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, bool | float | str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)

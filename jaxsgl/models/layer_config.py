@@ -177,6 +177,8 @@ def _read_next(config: ConfigFile, family: Family, specs: tuple[LayerSpec, ...])
 
 def _read_max_context(config: ConfigFile, family: Family) -> int:
     told = config.count("max_position_embeddings")
+    if family.encoder is not None and family.encoder.counts_rows_before:
+        told -= family.rows_before_positions or 0
     return told if family.context_key is None else config.count(family.context_key, told)
 
 
@@ -258,6 +260,8 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     window = config.count("sliding_window")
     if family.window_before_key is not None and config.get(family.window_before_key) is not None:
         window = config.count(family.window_before_key) + 1
+    if family.encoder is not None and (family.encoder.key is None or config.get(family.encoder.key, False)):
+        window = window // 2 + 1  # those before a token, itself among them; as many come after it
     is_told_apart = family.vision is not None and family.vision.ahead == "in windows"
     return window if window < max_context or is_told_apart else None
 

@@ -36,6 +36,7 @@ from pallas_kernels import (
 from pallas_kernels import quantized_product as product_of_groups
 from pallas_kernels.choice import AUTO, AUTO_CHOICE, XLA
 from pallas_kernels.dots import dot_precision
+from pallas_kernels.experts import ACTIVATIONS
 from pallas_kernels.native import packed_product
 from pallas_kernels.native import product as native_product
 from pallas_kernels.packed import PackedMatrix
@@ -267,7 +268,7 @@ def rounds_rows(dtype: DTypeLike, weights: Weights) -> bool:
 
 def gated_rows(gate_up: jax.Array, activation: str, weights: Weights) -> Rows:
     """activation(gate) * up of `[T, 2, F]`, for a product with the weights; if it rounds, in one kernel."""
-    if gate_up.shape[1] == 2 and rounds_rows(gate_up.dtype, weights):
+    if gate_up.shape[1] == 2 and activation in ACTIVATIONS and rounds_rows(gate_up.dtype, weights):
         assert isinstance(weights, Matrix)
         return float8_rows(gate_up, activation, backend=weights.kernels.float8_product)
     return unit_of([gate_up[:, side] for side in range(gate_up.shape[1])], activation)
@@ -312,7 +313,7 @@ def native_gated_product(x_TD: Rows, gate_up: Weights, activation: str) -> jax.A
     """activation(gate(x)) * up(x) `[T, F]` float32 of weights `[2, F, D]`, by C++; None if a format has no kernel, or
     units have no gates.
     """
-    if gate_up.shape[0] == 1:
+    if gate_up.shape[0] == 1 or activation not in ACTIVATIONS:
         return None
     if target_device().platform != "cpu" or not isinstance(x_TD, jax.Array) or x_TD.dtype != jnp.float32:
         return None

@@ -1,6 +1,7 @@
 """How a model folder says that hidden states are pooled: sentence-transformers' files, and what config.json adds.
 
-    modules.json                        which modules follow the transformer: Pooling, Normalize, LogitScore
+    modules.json                        which modules follow the transformer: Pooling, Dense, Normalize, LogitScore
+    2_Dense/config.json                 sizes and activation of a matrix, which is in model.safetensors next to it
     1_Pooling/config.json               last token or mean (the folder's name is in modules.json)
     config_sentence_transformers.json   what scores go through; to what length embeddings are cut
     sentence_bert_config.json           whether the template of a pair begins an answer
@@ -13,48 +14,67 @@ never knows requests. `arch` calls it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.requests.outputs import Activation, PoolingKind, PoolingSpec
+from jaxsgl.requests.outputs import Activation, DenseModule, PoolingKind, PoolingSpec
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE, TRANSFORMER_FILE = "config_sentence_transformers.json", "sentence_bert_config.json"
 _DEFAULT_FOLDER = "1_Pooling"
 _KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}
+_OF_ENCODERS: dict[str, PoolingKind] = {**_KINDS, "cls": "first"}  # whose first token has seen all others
 _OLD_KEYS = {  # of pooling configurations before sentence-transformers 5
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }  # fmt: skip
 _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}  # PyTorch's
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
+_DENSE = "Dense"
+_KNOWN_MODULES = ("Transformer", "Pooling", _DENSE, "Normalize", "LogitScore")
+MAX_DENSE = 4
+_OF_DENSE: dict[str, Literal["none", "tanh"]] = {"Identity": "none", "Tanh": "tanh"}  # PyTorch's classes
 
 logger = logging.getLogger(__name__)
 
 
-def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tuple[str, ...]) -> PoolingSpec:
+def read_pooling(
+    folder: Path,
+    config: ConfigFile,
+    hidden_size: int,
+    labels: tuple[str, ...],
+    of_encoder: PoolingKind | None = None,
+) -> PoolingSpec:
     """How the model of `folder` pools. `labels` are those of its classification head, () without one.
 
-    Raises `CheckpointError` for pooling that a causal decoder can't do, and for modules that aren't known.
+    `of_encoder` is how an encoder pools whose folder doesn't say it; None: the model is a decoder. Raises
+    `CheckpointError` for pooling that the model can't do, and for modules that aren't known.
     """
-    modules = _modules(folder)
+    modules = dict(_modules(folder))
     scores = modules.get("LogitScore")
     pools = modules.get("Pooling") or (folder / _DEFAULT_FOLDER if (folder / _DEFAULT_FOLDER).is_dir() else None)
     sizes = tuple(config.get("matryoshka_dimensions") or ())
     settings = _settings(folder)
-    cut_to = min(settings.count("truncate_dim", hidden_size), hidden_size)
+    kind = _kind_of(pools, of_encoder, is_classifier=bool(labels))
+    dense = _read_dense(folder, hidden_size)
+    if dense and kind == "mean" and of_encoder is None:
+        raise CheckpointError(f"{folder}: Dense modules after the mean of a decoder's states are not supported")
+    dimension = dense[-1].num_outputs if dense else hidden_size
+    cut_to = min(settings.count("truncate_dim", dimension), dimension)
     return PoolingSpec(
-        kind="last" if pools is None else _kind(ConfigFile(pools / "config.json")),
-        dimension=hidden_size,
+        kind=kind,
+        sees_whole=of_encoder is not None,
+        dimension=dimension,
+        dense=dense,
         normalize=not modules or "Normalize" in modules,
         begins_answer=_begins_answer(modules.get("Transformer", folder)),
-        default_dimensions=None if cut_to == hidden_size else cut_to,
-        matryoshka=bool(config.get("is_matryoshka")) or bool(sizes) or cut_to != hidden_size,
+        default_dimensions=None if cut_to == dimension else cut_to,
+        matryoshka=bool(config.get("is_matryoshka")) or bool(sizes) or cut_to != dimension,
         dimensions=sizes,
         labels=labels,
         activation=_activation(config, settings, len(labels)),
@@ -70,17 +90,39 @@ def read_labels(config: ConfigFile) -> tuple[str, ...]:
     return tuple(str(names.get(str(row), f"LABEL_{row}")) for row in range(count))
 
 
-def _modules(folder: Path) -> dict[str, Path]:
-    """The folders of sentence-transformers' modules by their kind; {} for any other model."""
+def dense_folders(folder: Path) -> tuple[Path, ...]:
+    """The folders of sentence-transformers' Dense modules, in order; () for any other model."""
+    return tuple(path for kind, path in _modules(folder) if kind == _DENSE)
+
+
+def _read_dense(folder: Path, hidden_size: int) -> tuple[DenseModule, ...]:
+    modules: list[DenseModule] = []
+    for path in dense_folders(folder):
+        config = ConfigFile(path / "config.json")
+        name = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+        sizes = config.count("in_features"), config.count("out_features")
+        before = modules[-1].num_outputs if modules else hidden_size
+        if name not in _OF_DENSE or config.get("use_residual") or sizes[0] != before or len(modules) == MAX_DENSE:
+            raise CheckpointError(
+                f"{config.path}: a matrix of {sizes[0]} inputs after {before} numbers, with {name} after it, is not "
+                f"supported: supported are up to {MAX_DENSE} that read all numbers before them, without use_residual, "
+                f"with {' or '.join(_OF_DENSE)}"
+            )
+        modules.append(DenseModule(*sizes, bool(config.get("bias", True)), _OF_DENSE[name]))
+    return tuple(modules)
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """sentence-transformers' modules, each by its kind and folder; [] for any other model."""
     path = folder / MODULES_FILE
     if not path.is_file():
-        return {}
+        return []
     try:
         listed: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes())
-        found = {str(module["type"]).rsplit(".", 1)[-1]: folder / str(module.get("path", "")) for module in listed}
+        found = [(str(module["type"]).rsplit(".", 1)[-1], folder / str(module.get("path", ""))) for module in listed]
     except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} can't be read as a list of modules: {error!r}") from error
-    unknown = [name for name in found if name not in _KNOWN_MODULES]
+    unknown = [name for name, _ in found if name not in _KNOWN_MODULES]
     if unknown:
         raise CheckpointError(
             f"{path} has a module {unknown[0]}, which is not supported: supported are {', '.join(_KNOWN_MODULES)}"
@@ -111,18 +153,27 @@ def _begins_answer(folder: Path) -> bool:
     return isinstance(of_template, dict) and bool(of_template.get("add_generation_prompt"))
 
 
-def _kind(config: ConfigFile) -> PoolingKind:
+def _kind_of(pools: Path | None, of_encoder: PoolingKind | None, *, is_classifier: bool) -> PoolingKind:
+    """What the folder `pools` says, or the default; the head of an encoder reads what its family says."""
+    default = "last" if of_encoder is None else of_encoder
+    if pools is None or (is_classifier and of_encoder is not None):
+        return default
+    return _kind(ConfigFile(pools / "config.json"), _KINDS if of_encoder is None else _OF_ENCODERS)
+
+
+def _kind(config: ConfigFile, kinds: Mapping[str, PoolingKind]) -> PoolingKind:
     given = config.get("pooling_mode")
     modes = [given] if isinstance(given, str) else list(given or ())
     modes += [mode for key, mode in _OLD_KEYS.items() if config.get(key)]
-    if len(modes) != 1 or modes[0] not in _KINDS:
+    if len(modes) != 1 or modes[0] not in kinds:
+        what = "a causal decoder" if kinds is _KINDS else "an encoder"
         raise CheckpointError(
-            f"{config.path}: pooling {' and '.join(modes) or 'of no kind'} is not supported for a causal decoder; "
-            f"supported are {' and '.join(_KINDS)}"
+            f"{config.path}: pooling {' and '.join(modes) or 'of no kind'} is not supported for {what}; "
+            f"supported are {' and '.join(kinds)}"
         )
     if config.get("include_prompt") is False:
         raise CheckpointError(f"{config.path}: include_prompt is false, but prompts can't be left out of a pooling")
-    return _KINDS[modes[0]]
+    return kinds[modes[0]]
 
 
 def _answer_ids(config: ConfigFile) -> tuple[int, ...]:

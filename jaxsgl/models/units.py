@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from pallas_kernels import experts
 
 XIELU_SLOPE = 0.5
-_DENSE_ALONE: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+_DENSE_ALONE: Mapping[str, Callable[..., jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "gelu_erf": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
 }
 
 

@@ -22,17 +22,27 @@ from jaxsgl.errors import InvalidRequest
 MAX_LABELS = 16  # tokens whose logits one request may ask for
 MAX_STATE_NUMBERS = 1 << 23  # of one request: 32 MB in memory, 160 MB as JSON
 
-PoolingKind: TypeAlias = Literal["last", "mean"]
+PoolingKind: TypeAlias = Literal["first", "last", "mean"]
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
 Floats: TypeAlias = npt.NDArray[np.float32]
+
+
+class DenseModule(msgspec.Struct, frozen=True, array_like=True):
+    """A matrix that reads pooled states, or what the one before it makes of them, with an activation after it."""
+
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool
+    activation: Literal["none", "tanh"]
 
 
 class PoolingSpec(msgspec.Struct, frozen=True):
     """How a model makes vectors and scores.
 
     Attributes:
-      kind: what is pooled of the hidden states: that of the last token, or the mean of all.
-      dimension: D.
+      kind: what is pooled of the hidden states: that of the first or last token, or the mean of all.
+      dimension: D, or the numbers that the last one of `dense` makes.
+      dense: matrices between the pooled state and the embedding.
       normalize: embeddings have the length 1.
       matryoshka: embeddings may be cut: to any length, or to those of `dimensions` if there are some.
       labels: names of the classes of a classification head, in the order of its rows; (): it has none.
@@ -42,6 +52,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
       answer_ids: the tokens of a reranker's answers, "yes" first; (): the folder doesn't say.
       begins_answer: prompts that the model's own template makes of a pair end where the assistant's turn begins.
       default_dimensions: numbers of an embedding where a request doesn't say; None: all.
+      sees_whole: each token sees the whole prompt, which is computed in one step and shares no prefix.
     """
 
     kind: PoolingKind = "last"
@@ -56,6 +67,8 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     answer_ids: tuple[int, ...] = ()
     begins_answer: bool = False
     default_dimensions: int | None = None
+    sees_whole: bool = False
+    dense: tuple[DenseModule, ...] = ()
 
 
 LAST_TOKEN = PoolingSpec()

@@ -159,7 +159,8 @@ class PooledPrompt(OutputCollector):
     """What is pooled of a prompt, as `spec` says, while its chunks are computed.
 
     The device pools each chunk: it yields the hidden state of the chunk's last token, or the sum over its tokens. Sums
-    are added up in float64, so that a mean does not depend on how the prompt was cut.
+    are added up in float64, so that a mean does not depend on how the prompt was cut. Of a prompt that is never cut, it
+    yields the mean.
     """
 
     ends_request = True
@@ -167,16 +168,17 @@ class PooledPrompt(OutputCollector):
     def __init__(self, pooling: Pooling, spec: PoolingSpec, prompt_len: int) -> None:
         self._pooling = pooling
         self._takes_mean = spec.kind == "mean"
+        self._seen = np.full(prompt_len, prompt_len, np.int32) if spec.sees_whole else None
         self._has_classes = bool(spec.labels)
-        self._divisor = prompt_len if self._takes_mean else 1
+        self._divisor = prompt_len if self._takes_mean and not spec.sees_whole else 1
         self._hidden: npt.NDArray[Any] | float = 0.0
         self._logits: tuple[float, ...] = ()
         self._log_total: float | None = None
 
     @property
     def computes_prompt(self) -> bool:
-        """A mean needs all tokens."""
-        return self._takes_mean
+        """A mean needs all tokens, and where all see all, none is the same after another beginning."""
+        return self._takes_mean or self._seen is not None
 
     @property
     def in_few_sizes(self) -> bool:
@@ -185,7 +187,7 @@ class PooledPrompt(OutputCollector):
 
     def ask(self, work: Work, is_last: bool) -> Work:
         """A mean needs every chunk, else the last chunk is pooled."""
-        return replace(work, pooling=self._pooling) if is_last or self._takes_mean else work
+        return replace(work, pooling=self._pooling, seen=self._seen) if is_last or self._takes_mean else work
 
     def take(self, outputs: HostOutputs, part: StepPart) -> None:
         """Of a prompt of which one chunk is pooled, takes something once."""

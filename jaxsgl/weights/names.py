@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.pooling import MAX_DENSE
 from jaxsgl.weights import pieces
 from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
 from jaxsgl.weights.stored_names import stored_name
@@ -32,7 +33,18 @@ OF_MODEL: dict[Path, Recipe] = {
     ("head_bias",): Recipe((Source("lm_head.bias", ("V",)),), pieces.as_is),
     ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), pieces.as_is),
     ("score",): Recipe((Source("score.weight", ("C", "D")),), pieces.as_is),
+    ("types",): Recipe((Source("model.embed_types.weight", ("TT", "D")),), pieces.as_is),
+    ("class_net", "dense"): Recipe((Source("model.pooler.weight", ("D", "D")),), pieces.as_is),
+    ("class_net", "dense_bias"): Recipe((Source("model.pooler.bias", ("D",)),), pieces.as_is),
+    ("class_net", "norm"): Recipe((Source("model.pooler_norm.weight", ("D",)),), pieces.as_is),
+    ("class_net", "classes"): Recipe((Source("classifier.weight", ("C", "D")),), pieces.as_is),
+    ("class_net", "classes_bias"): Recipe((Source("classifier.bias", ("C",)),), pieces.as_is),
 }
+
+for _index in range(MAX_DENSE):
+    _source = Source(f"dense.{_index}.weight", (f"DO{_index}", f"DI{_index}"))
+    OF_MODEL["dense_net", f"matrix_{_index}"] = Recipe((_source,), pieces.as_is)
+    OF_MODEL["dense_net", f"bias_{_index}"] = Recipe((Source(f"dense.{_index}.bias", (f"DO{_index}",)),), pieces.as_is)
 
 # Of a `next_arch`: what is around the checkpoint's layer after the last one.
 OF_NEXT_LAYER: dict[Path, Recipe] = {
@@ -96,6 +108,9 @@ def _layer_norms(**names: str) -> dict[Path, Recipe]:
 # Norms without scales.
 _BARE_NORMS: dict[Path, Recipe] = {
     path: Recipe((), pieces.ones) for path in (("vectors", "attention_norm"), ("vectors", "mlp_norm"), ("final_norm",))
+}
+_FUSED_QKV: dict[Path, Recipe] = {
+    ("attention", "qkv"): Recipe((Source(_ATTENTION + "qkv_proj.weight", ("QKV", "D")),), pieces.fuse_split_heads)
 }
 _FUSED_GATE_UP: dict[Path, Recipe] = {
     ("mlp", "gate_up"): Recipe((Source(_MLP + "gate_up_proj.weight", ("2F", "D")),), pieces.split_gate_up)
@@ -527,10 +542,9 @@ _GRANITE_HYBRID: dict[Path, Recipe] = {
 
 # Recipes that differ from those above, or are missing there, by architecture.
 OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
-    "Phi3ForCausalLM": {
-        ("attention", "qkv"): Recipe((Source(_ATTENTION + "qkv_proj.weight", ("QKV", "D")),), pieces.fuse_split_heads),
-        **_FUSED_GATE_UP,
-    },
+    "Phi3ForCausalLM": {**_FUSED_QKV, **_FUSED_GATE_UP},
+    "ModernBertModel": {**_FUSED_QKV, **_FUSED_GATE_UP},
+    "NomicBertModel": _FUSED_QKV,
     "ApertusForCausalLM": _APERTUS,
     "Olmo2ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "Olmo3ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},

@@ -108,8 +108,8 @@ class Recipe:
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EI, EF and SF are experts, these and identities, F of an expert, and
     F of the shared ones; EL numbers of a latent that experts read; C are the classes of a classification head, T rows
-    of learned positions; S streams, SS shares of each in each, and R numbers of what stands next to attention
-    (`models/streams.py`).
+    of learned positions; TT of types of tokens; S streams, SS shares of each in each, and R numbers of what stands
+    next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after pooling.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
@@ -175,8 +175,12 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "LH": latent.index.num_heads if latent.index else 0,
             "LHI": latent.index.num_heads * latent.index.size if latent.index else 0,
         }
+    of_dense: dict[str, int] = {}
+    for index, module in enumerate(arch.folder_pooling.dense):
+        of_dense |= {f"DI{index}": module.num_inputs, f"DO{index}": module.num_outputs}
     return {
         **of_vision,
+        **of_dense,
         **of_latent,
         **of_recurrent_net,
         "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate == "number" else 0,
@@ -202,6 +206,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "SF": mixture.shared_ffn_size if mixture else 0,
         "2SF": 2 * mixture.shared_ffn_size if mixture else 0,
         "T": arch.num_positions,
+        "TT": 0 if arch.encoder is None else arch.encoder.num_types,
         "P": arch.embedding_size,
         "PV": arch.layer_vocab_size,
         "PL": arch.num_layers * arch.embedding_size,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from jaxsgl.models import ModelArch
 from jaxsgl.models.families.internvl import INTERNVL
 from jaxsgl.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
+from jaxsgl.weights.encoder_names import as_a_decoders
 
 # Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
 _QWEN_TOWER = ("model.visual.",)
@@ -166,6 +167,8 @@ def _of_half(name: str) -> str:
 
 
 def _of_decoder(stored: list[str]) -> dict[str, str]:
+    if (of_encoder := as_a_decoders(stored)) is not None:
+        return of_encoder
     if any(name.startswith("model.layers.0.mlps.0.") for name in stored):
         return {_of_half(name): name for name in stored}
     for starts, table, words in _OTHER_WORDS:

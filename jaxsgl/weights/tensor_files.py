@@ -33,7 +33,9 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.pooling import dense_folders
 from jaxsgl.weights import stored_matrix
+from jaxsgl.weights.encoder_names import UNREAD
 from jaxsgl.weights.recipe import Piece, Recipe, Source, Tensor, axes_lengths
 from jaxsgl.weights.stored_names import as_in_recipes, own_name, stored_name
 from jaxsgl.weights.tower_names import is_unread
@@ -42,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DENSE_MODULE = "dense."  # what we call the tensors of sentence-transformers' Dense modules
 DRAFT_HEAD = "mtp."  # what names of its tensors begin with
 # And in these architectures' files.
 DRAFT_HEADS = {
@@ -138,6 +141,13 @@ class TensorFiles:
         ours = {stored: name for name, stored in renamed.items()}
         for file in files:
             file.tensors = {ours[stored]: tensor for stored, tensor in file.tensors.items()}
+        for index, path in enumerate(dense_folders(folder)):
+            of_module = MappedFile(path / SINGLE_FILE)
+            of_module.tensors = {
+                name.replace("linear.", f"{DENSE_MODULE}{index}."): tensor for name, tensor in of_module.tensors.items()
+            }
+            files.append(of_module)
+        for file in files:
             self._file_of.update(dict.fromkeys(file.tensors, file))
         self.release = MappedFiles(files).release
         self._unread = set(self._file_of)
@@ -380,7 +390,9 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     of_expert, mixture = _OF_EXPERT.match(name), arch.mixture
     if of_expert is not None and mixture is not None and int(of_expert[1]) >= mixture.num_experts:
         return True
-    if is_unread(name, arch):
+    if name.startswith(DENSE_MODULE) and (arch.pooling is None or arch.head == "labels"):
+        return True
+    if is_unread(name, arch) or (arch.encoder is not None and name.startswith(UNREAD)):
         return True
     if name.startswith(DRAFT_HEADS.get(arch.name, DRAFT_HEAD)) or name.endswith(_CONSTANTS):
         return True

@@ -253,6 +253,7 @@ class _ChainPlaces(NamedTuple):
     slots: jax.Array
     lengths: jax.Array
     query_offsets: jax.Array
+    positions: jax.Array
     seen: None = None
 
 
@@ -263,7 +264,8 @@ def _places(
     place = page_of(positions, page_size) - page_of(starts, page_size)
     page = jnp.take_along_axis(pages_SW, place[:, None], axis=1)[:, 0]
     lengths = jnp.minimum(positions + 1, tokens_in(table_SP.shape[1], page_size))
-    return _ChainPlaces(slots_on(page, positions, page_size), lengths, jnp.arange(len(positions) + 1, dtype=jnp.int32))
+    offsets = jnp.arange(len(positions) + 1, dtype=jnp.int32)
+    return _ChainPlaces(slots_on(page, positions, page_size), lengths, offsets, positions)
 
 
 def slots_of_positions(table_SP: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:

@@ -5,8 +5,8 @@
     of_choice   scores of the tokens that were chosen, in the program that chooses them
 
 The last token's state serves prompts whose beginning is cached; of a mean each step yields the sum over the tokens that
-it computes. Logits of a few tokens need these rows of the vocabulary head, not the head. Knows neither requests nor how
-prompts are cut; `step` calls it.
+it computes, or the mean of a whole prompt. Logits of a few tokens need these rows of the vocabulary head, not the head.
+Knows neither requests nor how prompts are cut; `step` calls it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxsgl.batch.outputs import StepOutputs
 from jaxsgl.engine.sampling import vocabulary
 from jaxsgl.engine.sampling.sampler import score
 from jaxsgl.models import Decoder
+from jaxsgl.requests.outputs import PoolingSpec
 from pallas_kernels.sums import log_sum_exp
 
 
@@ -61,13 +62,15 @@ def of_heads(
         return outputs
     spec = model.arch.pooling
     assert spec is not None
-    pooled = _sums(hidden_TD, arrays.query_offsets) if spec.kind == "mean" else last_SD.astype(jnp.float32)
+    pooled = _pooled(spec, hidden_TD, last_SD, arrays.query_offsets)
     if spec.labels:
-        logits = model.class_logits(last_SD)
+        logits = model.class_logits(pooled.astype(hidden_TD.dtype) if spec.sees_whole else last_SD)
     elif spec.token_logits:
         logits = model.logits_of(last_SD, arrays.label_ids)
     else:
         logits = jnp.zeros((len(last_SD), 0), jnp.float32)
+    if model.dense_net is not None:
+        pooled = model.dense_net(pooled)
     log_total = None
     if logits_SV is not None:
         log_total = vocabulary.by_rows(_log_total, logits_SV, vocab_size=model.arch.vocab_size)
@@ -81,6 +84,18 @@ def of_choice(logits_SV: jax.Array, tokens_S: jax.Array, named_SA: jax.Array) ->
 
 def _log_total(logits_SV: jax.Array) -> jax.Array:
     return log_sum_exp(logits_SV)
+
+
+def _pooled(spec: PoolingSpec, hidden_TD: jax.Array, last_SD: jax.Array, query_offsets: jax.Array) -> jax.Array:
+    """`[S, D]` float32: of each sequence the state of a token, or the sum of all that the step computes; their mean
+    where prompts are never cut.
+    """
+    if spec.kind == "last":
+        return last_SD.astype(jnp.float32)
+    if spec.kind == "first":
+        return hidden_TD.at[query_offsets[:-1]].get(mode="clip").astype(jnp.float32)
+    sums_SD = _sums(hidden_TD, query_offsets)
+    return sums_SD / jnp.maximum(jnp.diff(query_offsets), 1)[:, None] if spec.sees_whole else sums_SD
 
 
 def _sums(hidden_TD: jax.Array, query_offsets: jax.Array) -> jax.Array:

@@ -49,7 +49,9 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
         yield "XLA adds adapters up by their places in the pool: leave it out, or --enable-lora and --lora-paths"
     if config.attention_backend == XLA or any(each.endswith(f"={XLA}") for each in config.kernels):
         yield "XLA's order depends on the batch: take xla out of --attention-backend and --kernels"
-    if arch.pooling is not None and arch.pooling.kind == "mean":
+    if arch.encoder is not None:
+        yield f"what {arch.name} makes of pooled states is XLA's, whose order depends on the batch: leave it out"
+    elif arch.pooling is not None and arch.pooling.kind == "mean":
         yield "means of prompts are XLA's, whose order depends on the batch: leave it out"
     if platform == "cpu":
         problem = library.load()

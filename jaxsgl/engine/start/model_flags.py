@@ -35,6 +35,7 @@ def check_flags(config: EngineConfig, arch: ModelArch) -> None:
     if config.has_stages:
         check_stages(config, arch)
     _check_states(config, arch)
+    _check_encoder(config, arch)
     _check_pages(config, arch)
     _check_adapters(config, arch)
     _check_ranks(config, arch)
@@ -57,6 +58,22 @@ def _check_states(config: EngineConfig, arch: ModelArch) -> None:
             f"--page-size is {page_size}, but cached prefixes of {arch.name} end at states, which are made every "
             f"{STATE_PAGE_SIZE} tokens: give 64, 128, 192 or 256, leave it out, or add --disable-radix-cache"
         )
+
+
+def _check_encoder(config: EngineConfig, arch: ModelArch) -> None:
+    if arch.encoder is None:
+        return
+    refused = (
+        (config.host_kv.is_on, "--host-kv-gib or --enable-hierarchical-cache", "no prefix is kept"),
+        (config.disaggregation.is_on, "--disaggregation-mode", "nothing is decoded"),
+        (config.lora.is_on, "--lora-paths or --enable-lora", "adapters of encoders are not served"),
+        (config.speculation.is_on, "--speculative-algorithm", "nothing is generated"),
+    )
+    for is_on, flags, reason in refused:
+        if is_on:
+            raise ConfigError(
+                f"{flags} does not go with {arch.name}, whose tokens see the whole prompt: {reason}: leave it out"
+            )
 
 
 def _check_pages(config: EngineConfig, arch: ModelArch) -> None:

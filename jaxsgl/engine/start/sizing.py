@@ -155,7 +155,10 @@ def plan_capacity(
     num_rows = _num_rows(config, states, memory)
     num_snapshots = _num_snapshots(config, states, memory, num_rows) if states.row_bytes else None
     tower = tower_capacity(config, arch, memory.platform)
+    whole_prompts = arch.encoder is not None or config.chunked_prefill_size == UNLIMITED
     max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length)
+    if whole_prompts:
+        max_extend_tokens = max(max_extend_tokens, context_length)
     if tower is not None and arch.vision is not None and arch.vision.sees_ahead:
         _check_whole_images(config, tower.image_tokens, max_extend_tokens, num_rows)
         _check_windows(arch, arch.vision, tower.image_tokens)
@@ -180,7 +183,7 @@ def plan_capacity(
         context_length=context_length,
         max_extend_tokens=max_extend_tokens,
         vocab_size=arch.vocab_size,
-        whole_prompts=config.chunked_prefill_size == UNLIMITED,
+        whole_prompts=whole_prompts,
         pooling=arch.pooling,
         states=states_spec(config, arch),
         generates=arch.generates,

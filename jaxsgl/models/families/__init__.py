@@ -8,6 +8,7 @@ docs/models.md says how to add one.
 from __future__ import annotations
 
 from jaxsgl.models.families.dense import DENSE
+from jaxsgl.models.families.encoders import ENCODERS
 from jaxsgl.models.families.internvl import INTERNVL, INTERNVL_BY_DECODER
 from jaxsgl.models.families.latents import LATENTS
 from jaxsgl.models.families.layer_norms import LAYER_NORMS
@@ -16,7 +17,16 @@ from jaxsgl.models.families.mixtures import MIXTURES
 from jaxsgl.models.families.recurrent import RECURRENT
 from jaxsgl.models.family import Family
 
-FAMILIES: dict[str, Family] = {**DENSE, **LAYER_NORMS, **MIXTURES, **LATENTS, **RECURRENT, **INTERNVL, **LLAVA}
+FAMILIES: dict[str, Family] = {
+    **DENSE,
+    **LAYER_NORMS,
+    **MIXTURES,
+    **LATENTS,
+    **RECURRENT,
+    **ENCODERS,
+    **INTERNVL,
+    **LLAVA,
+}
 # Where one architecture has different towers, and then where it has different decoders: the name in `FAMILIES` by the
 # part's `model_type`. The first one holds where config.json doesn't say it.
 BY_TOWER: dict[str, dict[str, str]] = {

@@ -20,7 +20,7 @@ from jaxsgl.models.families.towers import (
     QWEN3_VL_TOWER,
     SIGLIP,
 )
-from jaxsgl.models.family import Family, MoeFamily
+from jaxsgl.models.family import EncoderFamily, Family, MoeFamily
 
 _MISTRAL = Family(
     qkv_bias=False,
@@ -590,7 +590,7 @@ DENSE: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "VaultGemmaForCausalLM": replace(_GEMMA2, norms="pre"),
-    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForCausalLM": replace(_GEMMA3, encoder=EncoderFamily("mean", key="use_bidirectional_attention")),
     "Gemma3ForConditionalGeneration": replace(
         _GEMMA3,
         section="text_config",
