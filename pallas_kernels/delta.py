@@ -1,5 +1,6 @@
 """The gated delta rule over states that are kept between steps, and the convolution before it; in XLA, but for what a
-backend has. And Mamba-2, whose rule is the same without the correction; and a rule whose states decay by channel.
+backend has. And Mamba-2, whose rule is the same without the correction; a rule whose states decay by channel; and
+Mamba (`selective.py`).
 
 A state is a matrix `[h, v]` for each value head, and the last inputs of the convolution. For each token
 
@@ -34,8 +35,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_kernels.backend import DeltaScan
 from pallas_kernels.convolution import convolve_decode, convolve_extend, kept_inputs
-from pallas_kernels.delta_tokens import BLOCK, Heads, Sequences, Solved, StateTokens
+from pallas_kernels.delta_tokens import BLOCK, Heads, SelectiveTokens, Sequences, Solved, StateTokens
 from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
+from pallas_kernels.selective import selective_block, selective_decode
 from pallas_kernels.target import target_device
 
 _DIRECT = 8  # rows of a part that is inverted row by row
@@ -85,7 +87,7 @@ def delta_decode(
     convolved, inputs = convolve_decode(tokens.mixed, tokens.taps, states.inputs, positions, place)
     heads = tokens.heads(_activated(tokens, convolved))
     states = states._replace(inputs=inputs)
-    read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens.corrects)
+    read, states = _decoded(heads, states, place, positions > 0, kept_to, tokens)
     return tokens.gated(read, heads.v), states
 
 
@@ -95,15 +97,23 @@ def _decoded(
     place: jax.Array,
     has_state: jax.Array,
     kept_to: jax.Array | None,
-    corrects: bool,
+    tokens: StateTokens,
 ) -> tuple[jax.Array, DeltaStates]:
     """`delta_decode` of matrices in XLA; the inputs are those after the token, and are copied to `kept_to`, too."""
-    state = _or_zeros(has_state, states.matrices[place]) * jnp.exp(heads.log_decay)[..., None]
-    k, q = heads.k[:, :, None, :, None], heads.q[:, :, None, :, None]
-    values = heads.v - (state * k).sum(axis=-2) if corrects else heads.v
-    state = state + k * (values * heads.beta[..., None])[..., None, :]
+    read, state = _moved(_or_zeros(has_state, states.matrices[place]), heads, tokens)
     after = states._replace(matrices=states.matrices.at[place].set(state, mode="promise_in_bounds"))
-    return (state * q).sum(axis=-2), after if kept_to is None else _copied(after, place, kept_to)
+    return read, after if kept_to is None else _copied(after, place, kept_to)
+
+
+def _moved(state: jax.Array, heads: Heads, tokens: StateTokens) -> tuple[jax.Array, jax.Array]:
+    """What a token of each sequence reads, `[S, K, r, v]`, and the states `[S, K, r, h, v]` after it."""
+    if isinstance(tokens, SelectiveTokens):
+        return selective_decode(state, heads, tokens.vectors)
+    state = state * jnp.exp(heads.log_decay)[..., None]
+    k, q = heads.k[:, :, None, :, None], heads.q[:, :, None, :, None]
+    values = heads.v - (state * k).sum(axis=-2) if tokens.corrects else heads.v
+    state = state + k * (values * heads.beta[..., None])[..., None, :]
+    return (state * q).sum(axis=-2), state
 
 
 def _scan(tokens: StateTokens, states: DeltaStates, backend: str, interpret: bool) -> DeltaScan | None:
@@ -168,7 +178,7 @@ def delta_extend(
         kept_to = jnp.where(is_alone & (seqs.kept_at == 1), seqs.kept_to, -1).max(axis=0, initial=-1)
         has_state = ~is_alone | (seqs.starts > 0)
         if kernel is None:
-            read, states = _decoded(mine, states, seqs.place, has_state, kept_to, tokens.corrects)
+            read, states = _decoded(mine, states, seqs.place, has_state, kept_to, tokens)
         else:
             each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay[..., 0]), mine.beta
             read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, tokens.corrects, interpret)
@@ -180,7 +190,7 @@ def delta_extend(
         # A loop of one turn or none, as others here: XLA leaves the arrays in place.
         count = is_alone.any().astype(jnp.int32)
         states, out = jax.lax.fori_loop(0, count, lambda _, carry: decode(*carry), (states, out))
-        matrices, out = _looped(padded, states.matrices, out, seqs, blocks, tokens.corrects)
+        matrices, out = _looped(padded, states.matrices, out, seqs, blocks, tokens)
     else:
         states, out = decode(states, out)
         factors = jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32
@@ -227,7 +237,7 @@ def delta_run(
 
 
 def _looped(
-    padded: Heads, matrices: jax.Array, out: jax.Array, seqs: Sequences, blocks: _Blocks, corrects: bool
+    padded: Heads, matrices: jax.Array, out: jax.Array, seqs: Sequences, blocks: _Blocks, tokens: StateTokens
 ) -> tuple[jax.Array, jax.Array]:
     """All blocks in XLA's loop: the states after them, and `out` with what their tokens read."""
 
@@ -239,9 +249,9 @@ def _looped(
         place = seqs.place[seq]
         source = jnp.where(index == 0, seqs.source[seq], place)
         has_state = (index > 0) | (seqs.starts[seq] > 0)
-        state = _loaded(matrices, source, has_state, corrects)
+        state = _loaded(matrices, source, has_state, tokens.corrects)
         mine = (jnp.where(_like(is_mine, part), part, 0.0) for part in (_cut(each, first) for each in padded))
-        read, state = _block(state, Heads(*mine), corrects)
+        read, state = _block(state, Heads(*mine), tokens)
         kept = _cut(out, first)
         out = jax.lax.dynamic_update_slice_in_dim(out, jnp.where(_like(is_mine, read), read, kept), first, 0)
         matrices = jax.lax.dynamic_update_index_in_dim(matrices, state, place, 0)
@@ -345,12 +355,14 @@ class _Blocks:
         return (place >= 0) & (place < self.counts[self.seq[block]])
 
 
-def _block(state: jax.Array, heads: Heads, corrects: bool) -> tuple[jax.Array, jax.Array]:
+def _block(state: jax.Array, heads: Heads, tokens: StateTokens) -> tuple[jax.Array, jax.Array]:
     """What 64 tokens read, `[64, K, r, v]`, and the state `[K, r, h, v]` after them. Zeros change nothing."""
+    if isinstance(tokens, SelectiveTokens):
+        return selective_block(state, heads, tokens.vectors)
     total = _totals(heads)
     q, k = (_of_key_heads(each) for each in (heads.q, heads.k))
     left = jnp.exp(total[..., -1:, :] - total)
-    if corrects:
+    if tokens.corrects:
         values, keys = _corrected(heads)
         written = values - _dot("krah,krhv->krav", keys, state)
     else:

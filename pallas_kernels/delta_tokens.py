@@ -1,5 +1,5 @@
 """What a layer with states makes of its tokens, and how `delta.py` and backends read it: that of a gated delta-net, of
-one whose states decay by channel, and of Mamba-2.
+one whose states decay by channel, of Mamba-2, and of Mamba.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.parts import whole
 from pallas_kernels.sums import mean_squares
+from pallas_kernels.target import target_device
 
 L2_EPS = 1e-6  # added to the sum of a head's squares, in q and k of the delta rule
 
@@ -54,6 +55,8 @@ class Sequences(NamedTuple):
 class Heads(NamedTuple):
     """What moves a state: q and k `[T, K, h]`, v `[T, K, r, v]`, b `[T, K, r]`, and log a `[T, K, r, 1]`, or one for
     each number of a key, `[T, K, r, h]`.
+
+    Of Mamba b is a step of each number of v, `[T, K, r, v]`, and so is log a, before it is multiplied by rates.
     """
 
     q: jax.Array
@@ -103,7 +106,7 @@ class _Tokens:
     """What both kinds of tokens have; `DeltaTokens` says what the fields are."""
 
     product: jax.Array
-    vectors: DeltaVectors | MambaVectors
+    vectors: DeltaVectors | MambaVectors | SelectiveVectors
     key_size: int
     dtype: jnp.dtype
 
@@ -300,4 +303,85 @@ class MambaTokens(_Tokens):
         return rms_norm(out.reshape(*out.shape[:2], -1), scales, vectors.eps).reshape(out.shape).astype(self.dtype)
 
 
-StateTokens: TypeAlias = DeltaTokens | ChannelTokens | MambaTokens
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("channels", "rates", "low", "low_norms", "steps"),
+    meta_fields=("eps",),
+)
+@dataclass(frozen=True)
+class SelectiveVectors:
+    """The small parameters of a layer of Mamba, whose C channels are one group.
+
+    Attributes:
+      channels: `[C, taps + 3]` float32, of each channel its taps, and the biases of the convolution and of its steps;
+        of what is read, so many times x is a part besides.
+      rates: `[h, C]` float32: log a = -exp(rates) times a channel's step.
+      low: `[R + 2 h, C]`, what makes R numbers that steps are made of, k and q of what the convolution yields.
+      low_norms: `[R + 2 h]` of the norms of these three.
+      steps: `[C, R]`.
+      eps: of the norms.
+    """
+
+    channels: jax.Array
+    rates: jax.Array
+    low: jax.Array
+    low_norms: jax.Array
+    steps: jax.Array
+    eps: float
+
+    row = 0
+
+    @property
+    def taps(self) -> jax.Array:
+        """`[1, 1, C, taps]`."""
+        return self.channels[None, None, :, :-3]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("product", "vectors"), meta_fields=("key_size", "dtype"))
+@dataclass(frozen=True)
+class SelectiveTokens(_Tokens):
+    """What a layer of Mamba makes of its tokens, in the words of `MambaTokens`: all channels are one value head.
+
+    Attributes:
+      product: `[T, 1, 2 C]`, or parts of it: x before the convolution, and gates of what is read.
+      vectors, key_size, dtype: as there.
+    """
+
+    vectors: SelectiveVectors
+
+    corrects = False
+
+    @property
+    def bias(self) -> jax.Array:
+        """`[1, C]` of the convolution."""
+        return self.vectors.channels[None, :, -3]
+
+    def heads(self, activated: jax.Array) -> Heads:
+        """What moves states, of what the convolution yields, `[T, 1, C]`."""
+        vectors, h = self.vectors, self.key_size
+        rank = vectors.steps.shape[1]
+        low = self._product("tc,rc->tr", activated[:, 0], vectors.low)
+        cuts = rank, rank + h
+        steps, k, q = (
+            rms_norm(part, scale.astype(jnp.float32), vectors.eps)
+            for part, scale in zip(jnp.split(low, cuts, axis=-1), jnp.split(vectors.low_norms, cuts), strict=True)
+        )
+        made = self._product("tr,cr->tc", steps, vectors.steps)
+        step = jax.nn.softplus(made + vectors.channels[:, -2])[:, None, None]
+        return Heads(q[:, None], k[:, None], activated[:, :, None], step, step)
+
+    def gated(self, read: jax.Array, values: jax.Array) -> jax.Array:
+        """What `read` and `values [T, 1, 1, C]` float32 give, gated, in the dtype of the product."""
+        gates = self.fused[..., len(self.vectors.channels) :].astype(jnp.float32)
+        out = read + self.vectors.channels[:, -1] * values
+        return (out * jax.nn.silu(gates)[:, :, None]).astype(self.dtype)
+
+    def _product(self, axes: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+        """In float32, of factors in the model's dtype; of 16 bits they are widened for a CPU, which is faster."""
+        rounded, weights = x.astype(self.dtype), weights.astype(self.dtype)
+        if target_device().platform == "cpu":
+            rounded, weights = rounded.astype(jnp.float32), weights.astype(jnp.float32)
+        return jnp.einsum(axes, rounded, weights, preferred_element_type=jnp.float32)
+
+
+StateTokens: TypeAlias = DeltaTokens | ChannelTokens | MambaTokens | SelectiveTokens

@@ -102,6 +102,8 @@ from transformers import (
     HYV3ForCausalLM,
     Jais2Config,
     Jais2ForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     KimiLinearConfig,
     KimiLinearForCausalLM,
     Kolibri1Config,
@@ -974,6 +976,24 @@ FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    "jamba": (
+        JambaConfig,
+        JambaForCausalLM,
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 14,
+            "mamba_d_conv": 3,
+            "mamba_expand": 3,
+            "mamba_dt_rank": 10,
+        },
+    ),
     "kimi_linear": (
         KimiLinearConfig,
         KimiLinearForCausalLM,
@@ -1112,7 +1132,7 @@ BLOCK_KINDS = ("nemotron_h", "nemotron_h_latent")  # whose layers are a mixer or
 CONV_KINDS = ("lfm2", "lfm2_moe", "lfm3")  # with short convolutions
 HYBRID_KINDS = (  # all that keep states
     *DELTA_KINDS, "kimi_linear", "granite_hybrid", "nemotron_h", "bamba", "nemotron_h_latent", *CONV_KINDS,
-    "olmo_hybrid", "falcon_h1",
+    "olmo_hybrid", "falcon_h1", "jamba",
 )  # fmt: skip
 
 
@@ -1123,6 +1143,8 @@ def two_layers(kind: str) -> dict[str, Any]:
     """
     if kind in BLOCK_KINDS:
         return {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
+    if kind == "jamba":
+        return {"num_hidden_layers": 2, "attn_layer_period": 2}
     recurrent = "conv" if kind in CONV_KINDS else "linear_attention"
     types = {} if kind in ("bamba", "falcon_h1") else {"layer_types": [recurrent, "full_attention"]}
     return {"num_hidden_layers": 2, **types}

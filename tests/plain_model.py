@@ -15,7 +15,7 @@ from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels import AttentionOptions, LatentQkv, TokenIndex
-from pallas_kernels.delta_tokens import ChannelTokens, DeltaTokens, MambaTokens, StateTokens
+from pallas_kernels.delta_tokens import ChannelTokens, DeltaTokens, MambaTokens, SelectiveTokens, StateTokens
 from pallas_kernels.short_conv import ConvTokens
 
 
@@ -94,6 +94,8 @@ def plain_recur(place: int, tokens: StateTokens | ConvTokens) -> jax.Array:
     others = tokens.fused[..., tokens.mixed.shape[-1] :].astype(jnp.float32)
     if isinstance(tokens, MambaTokens):
         return _plain_mamba(tokens, convolved, others)
+    if isinstance(tokens, SelectiveTokens):
+        return _plain_selective(tokens, convolved, others)
     return _plain_delta_rule(tokens, convolved, others)
 
 
@@ -147,6 +149,27 @@ def _plain_mamba(tokens: MambaTokens, convolved: jax.Array, others: jax.Array) -
         return gated.reshape(read.shape).astype(tokens.dtype)
     normed = gated / jnp.sqrt((gated**2).mean(axis=-1, keepdims=True) + vectors.eps) * vectors.scales[vectors.row]
     return normed.reshape(read.shape).astype(tokens.dtype)
+
+
+def _plain_selective(tokens: SelectiveTokens, convolved: jax.Array, others: jax.Array) -> jax.Array:
+    vectors, h, rank = tokens.vectors, tokens.key_size, tokens.vectors.steps.shape[1]
+    *_, conv_bias, step_bias, skip = vectors.channels.T
+    x = jax.nn.silu(convolved[:, 0] + conv_bias)
+    parts = jnp.split(x @ vectors.low.astype(jnp.float32).T, (rank, rank + h), axis=-1)
+    scales = jnp.split(vectors.low_norms, (rank, rank + h))
+    low, b, c = (
+        part / jnp.sqrt((part**2).mean(axis=-1, keepdims=True) + vectors.eps) * scale
+        for part, scale in zip(parts, scales, strict=True)
+    )
+    dt = jax.nn.softplus(low @ vectors.steps.astype(jnp.float32).T + step_bias)
+
+    def one(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        b, c, x, dt = token
+        state = state * jnp.exp(-jnp.exp(vectors.rates) * dt) + b[:, None] * (dt * x)
+        return state, c @ state + skip * x
+
+    read = jax.lax.scan(one, jnp.zeros(vectors.rates.shape), (b, c, x, dt))[1]
+    return (read[:, None] * jax.nn.silu(others))[:, :, None].astype(tokens.dtype)
 
 
 def mesh_of(num_devices: int = 1) -> Mesh:

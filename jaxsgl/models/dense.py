@@ -27,6 +27,7 @@ from jaxsgl.models.layer_spec import (
     Mamba,
     MoeMlp,
     RecurrentNet,
+    Selective,
     ShortConv,
 )
 from jaxsgl.models.layers import (
@@ -50,6 +51,7 @@ from jaxsgl.models.mixers import (
     LatentAttention,
     Mamba2,
     RecurrentMixer,
+    SelectiveScan,
     SharedKeysAttention,
     ShortConvolution,
 )
@@ -232,6 +234,7 @@ _RECURRENT: dict[type[RecurrentNet], type[RecurrentMixer]] = {
     DeltaNet: GatedDeltaNet,
     ChannelDeltaNet: KimiDeltaNet,
     Mamba: Mamba2,
+    Selective: SelectiveScan,
     ShortConv: ShortConvolution,
 }
 

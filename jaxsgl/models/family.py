@@ -65,9 +65,10 @@ class MoeFamily:
         place of MLPs.
       expert_factors: see `MoeMlp`.
       dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
-        `mlp_only_layers`. "first": the first ones, as many as `first_dense_key` says. "outside": all but every
-        `moe_layer_interval`th from `moe_layer_start_index` to `moe_layer_end_index`. "unlisted": all but `moe_layers`,
-        or without these but every `interleave_moe_layer_step`th.
+        `mlp_only_layers`. "periods": all but every `expert_layer_period`th from `expert_layer_offset` on. "first": the
+        first ones, as many as `first_dense_key` says. "outside": all but every `moe_layer_interval`th from
+        `moe_layer_start_index` to `moe_layer_end_index`. "unlisted": all but `moe_layers`, or without these but every
+        `interleave_moe_layer_step`th.
       first_dense_key: the key of the number of such first layers.
       dense_ffn_key: the key of F of plain MLPs where it is set; None: `intermediate_size` is.
     """
@@ -95,7 +96,7 @@ class MoeFamily:
     top_k_key: str = "num_experts_per_tok"
     switch: str | None = None
     expert_factors: bool = False
-    dense_layers: Literal["none", "steps", "first", "outside", "unlisted"] = "none"
+    dense_layers: Literal["none", "steps", "periods", "first", "outside", "unlisted"] = "none"
     first_dense_key: str = "first_k_dense_replace"
     dense_ffn_key: str | None = None
 
@@ -419,7 +420,7 @@ class Family:
     scales_latents: bool = False
     halves: bool = False
     index: Literal["halves", "pairs"] | None = None
-    recurrence: Literal["delta-net", "channel-delta-net", "mamba", "short-conv"] | None = None
+    recurrence: Literal["delta-net", "channel-delta-net", "mamba", "selective", "short-conv"] | None = None
     wide_delta: bool = False
     side_by_side: bool = False
     mamba_keys: Mapping[str, str] = field(default_factory=dict)

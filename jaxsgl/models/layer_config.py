@@ -387,6 +387,9 @@ def read_mlps(config: ConfigFile, family: Family, num_layers: int) -> Sequence[D
     if moe.shared_ffn_key is not None and config.get(moe.count_keys[0]) == 0:
         config.skip(moe.ffn_key, moe.top_k_key)
         return [DenseMlp(config.count(moe.shared_ffn_key))] * num_layers
+    if moe.dense_layers == "periods" and config.count(moe.count_keys[0]) == 1:
+        config.skip(moe.top_k_key, "expert_layer_period", "expert_layer_offset")
+        return [DenseMlp(config.count("intermediate_size"))] * num_layers
     is_dense = _read_dense_layers(config, moe, num_layers)
     mixture = _read_mixture(config, moe)
     config.get("intermediate_size")  # without meaning where no layer is dense
@@ -431,6 +434,9 @@ def _read_dense_layers(config: ConfigFile, family: MoeFamily, num_layers: int) -
         every = config.count("moe_layer_interval", 1)
         mixed = range(first, num_layers if last == -1 else min(last + 1, num_layers))
         return [layer not in mixed or (layer + 1) % every != 0 for layer in range(num_layers)]
+    if family.dense_layers == "periods":
+        every, first = config.count("expert_layer_period"), config.get("expert_layer_offset")
+        return [layer % every != first for layer in range(num_layers)]
     if family.dense_layers == "unlisted":
         step = config.count("interleave_moe_layer_step", 1)
         mixed = config.get("moe_layers", range(step - 1, num_layers, step))

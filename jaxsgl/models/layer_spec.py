@@ -218,6 +218,28 @@ class Mamba(RecurrentNet):
 
 
 @dataclass(frozen=True)
+class Selective(RecurrentNet):
+    """A layer of Mamba (`models/mixers.py`), in the same words: all channels are one value head, and a state has
+    `key_size` numbers of each.
+
+    Attributes:
+      rank: R, numbers that steps are made of.
+    """
+
+    plural = "layers of Mamba"
+    module = "selective"
+    shared = "groups"
+    num_gates = 0
+
+    rank: int = 0
+
+    @property
+    def channels(self) -> int:
+        """x alone is convolved."""
+        return self.value_size
+
+
+@dataclass(frozen=True)
 class ShortConv(RecurrentNet):
     """A convolution between two gates (`pallas_kernels/short_conv.py`), in the same words: groups of channels are key
     heads of one value head, and no matrix is kept, so `key_size` is 0.
@@ -234,7 +256,7 @@ class ShortConv(RecurrentNet):
         return 3 * self.channels
 
 
-RECURRENT_NETS: tuple[type[RecurrentNet], ...] = (DeltaNet, ChannelDeltaNet, Mamba, ShortConv)
+RECURRENT_NETS: tuple[type[RecurrentNet], ...] = (DeltaNet, ChannelDeltaNet, Mamba, Selective, ShortConv)
 
 Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet
 

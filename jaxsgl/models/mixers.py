@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layer_spec import ChannelDeltaNet, Latent, LayerSpec, Mamba, RecurrentNet
+from jaxsgl.models.layer_spec import ChannelDeltaNet, Latent, LayerSpec, Mamba, RecurrentNet, Selective
 from jaxsgl.models.layers import (
     Attend,
     LayerRows,
@@ -34,7 +34,16 @@ from jaxsgl.models.precision import flat_product_in_parts, product, product_in_p
 from jaxsgl.models.rope import RopeTables, reorders_heads
 from pallas_kernels import KernelChoice, LatentHeads, LatentQkv, TokenIndex
 from pallas_kernels.choice import AUTO_CHOICE
-from pallas_kernels.delta_tokens import ChannelTokens, DeltaTokens, DeltaVectors, MambaTokens, MambaVectors, StateTokens
+from pallas_kernels.delta_tokens import (
+    ChannelTokens,
+    DeltaTokens,
+    DeltaVectors,
+    MambaTokens,
+    MambaVectors,
+    SelectiveTokens,
+    SelectiveVectors,
+    StateTokens,
+)
 from pallas_kernels.norm import Update, centred, multiplied, rms_norm, scale_of, sum_parts
 from pallas_kernels.parts import whole
 from pallas_kernels.qkv import rotate
@@ -330,6 +339,42 @@ class Mamba2(RecurrentMixer):
         assert taps is not None and bias is not None and rates is not None
         of_layer = MambaVectors(taps, bias, rates, scales, rows.row(place), self.eps)
         return MambaTokens(fused, of_layer, self.key_size, dtype)
+
+
+class SelectiveScan(RecurrentMixer):
+    """A state-space model whose states decay by numbers of each channel (Mamba), as Jamba has it:
+
+        x       = silu(conv(u Wx) + bias)                 depthwise and causal, over the last few tokens
+        t, B, C = norms of x Wl                           the same for all channels
+        dt      = softplus(t Wt + bias)                   of each channel
+        S       = exp(-exp(A) dt) S + B outer (dt x)
+        out     = ((S^T C + D x) silu(u Wz)) Wo
+
+    All channels make t, B and C, so devices don't share them.
+
+    Source: Gu and Dao, arXiv 2312.00752; Jamba (arXiv 2403.19887).
+    """
+
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        super().__init__(arch, spec, dtype)
+        net, float32 = spec.mixer, jnp.dtype(jnp.float32)
+        assert isinstance(net, Selective)
+        channels, rank, low = net.channels, net.rank, net.rank + 2 * net.key_size
+        small = jnp.zeros((channels, net.taps + 3), float32)
+        self.channels = nnx.Param(small, axes=(None, None), mean=0.0, std=net.taps**-0.5)
+        self.rates = vector((net.key_size, channels), (None, None), float32, mean=0.0)
+        self.declare("low", (low, channels), (None, None), dtype, None, fan_in=channels)
+        self.low_norms = vector((low,), (None,), dtype, mean=1.0)
+        self.declare("steps", (channels, rank), (None, None), dtype, None, fan_in=rank)
+
+    def tokens(
+        self, fused: jax.Array, vectors: LayerVectors, rows: LayerRows, place: int, dtype: jnp.dtype
+    ) -> SelectiveTokens:
+        """See `RecurrentMixer`."""
+        low, steps = self.matrix("low"), self.matrix("steps")
+        assert isinstance(low, jax.Array) and isinstance(steps, jax.Array)
+        small = SelectiveVectors(self.channels[...], self.rates[...], low, self.low_norms[...], steps, self.eps)
+        return SelectiveTokens(fused, small, self.key_size, dtype)
 
 
 class ShortConvolution(RecurrentMixer):

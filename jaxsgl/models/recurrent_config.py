@@ -1,7 +1,7 @@
 """Reads from config.json what layers are that keep states, and layers that are a mixer or an MLP alone.
 
-Owns the words of Qwen3-Next, OLMo, Kimi Linear, Granite 4.0, Bamba, Falcon-H1, Nemotron-H and LFM2 for these. Called
-by `layer_config`.
+Owns the words of Qwen3-Next, OLMo, Kimi Linear, Granite 4.0, Bamba, Falcon-H1, Nemotron-H, Jamba and LFM2 for these.
+Called by `layer_config`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family
-from jaxsgl.models.layer_spec import ChannelDeltaNet, DeltaNet, Mamba, RecurrentNet, ShortConv
+from jaxsgl.models.layer_spec import ChannelDeltaNet, DeltaNet, Mamba, RecurrentNet, Selective, ShortConv
 
 # Words of `layer_types`.
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
@@ -24,12 +24,13 @@ DENSE, EXPERTS = "mlp", "moe"  # of blocks
 _OTHER_WORDS = {  # of published folders, by what recurs
     "delta-net": {"attention": FULL},
     "channel-delta-net": {},
+    "selective": {"attention": FULL, "mamba": RECURRENT},
     "mamba": {"attention": FULL, "mamba": RECURRENT},
     "short-conv": {"attention": FULL, "conv": RECURRENT},
 }
 _LETTERS = {"M": RECURRENT, "*": FULL, "-": DENSE, "E": EXPERTS}  # of `hybrid_override_pattern`
 # How keys begin that mean nothing where no layer keeps states.
-_OF_NETS = {"mamba": ("mamba_", "time_step_"), "short-conv": ("conv_",)}
+_OF_NETS = {"mamba": ("mamba_", "time_step_"), "selective": ("mamba_",), "short-conv": ("conv_",)}
 ATTENTION_EVERY = 4  # layers, where config.json doesn't say otherwise
 CHANNELS = 64  # of a short convolution that a device has at least
 
@@ -40,6 +41,8 @@ def read_recurrent_net(config: ConfigFile, family: Family) -> RecurrentNet:
         return _read_mamba(config, family.mamba_keys)
     if family.recurrence == "channel-delta-net":
         return _read_channel_delta_net(config)
+    if family.recurrence == "selective":
+        return _read_selective(config)
     return _read_short_conv(config) if family.recurrence == "short-conv" else _read_delta_net(config, family)
 
 
@@ -83,6 +86,15 @@ def _read_delta_net(config: ConfigFile, family: Family) -> DeltaNet:
     if made.taps < 2:
         raise CheckpointError(f"{config.path}: linear_conv_kernel_dim is 1, but must be 2 and more")
     return made
+
+
+def _read_selective(config: ConfigFile) -> Selective:
+    size, taps = config.count("hidden_size"), config.count("mamba_d_conv")
+    if taps < 2:
+        raise CheckpointError(f"{config.path}: mamba_d_conv is 1, but must be 2 and more")
+    rank = -(-size // 16) if config.get("mamba_dt_rank") == "auto" else config.count("mamba_dt_rank")
+    channels = config.count("mamba_expand") * size
+    return Selective(1, 1, config.count("mamba_d_state"), channels, taps, rank=rank)
 
 
 def _read_channel_delta_net(config: ConfigFile) -> ChannelDeltaNet:
@@ -187,6 +199,9 @@ def _unless_listed(config: ConfigFile, family: Family, num_layers: int) -> list[
             return [FULL if i and i % ATTENTION_EVERY == 0 else RECURRENT for i in range(num_layers)]
         numbers = range(1, num_layers + 1)
         return [FULL if i in attending else RECURRENT if i in others else "none" for i in numbers]
+    if family.recurrence == "selective":
+        every, first = config.count("attn_layer_period"), config.get("attn_layer_offset")
+        return [FULL if i % every == first else RECURRENT for i in range(num_layers)]
     attending = config.get("attn_layer_indices", [])
     if family.recurrence == "short-conv":
         attending = config.get("full_attn_idxs", range(num_layers))

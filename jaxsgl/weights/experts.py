@@ -134,6 +134,7 @@ NAMES: dict[str, ExpertNames] = {
         up="experts.{}.w3.weight",
         down="experts.{}.w2.weight",
     ),
+    "JambaForCausalLM": ExpertNames(block="model.layers.{}.feed_forward.", router="router.weight"),
     "NemotronHForCausalLM": ExpertNames(block="model.layers.{}.mixer."),
     **dict.fromkeys(
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),

@@ -390,6 +390,28 @@ _BAMBA: dict[Path, Recipe] = {
     **_layer_norms(mlp_norm="pre_ff_layernorm"),
     ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
 }
+_LOW_NORMS = {"dt": "GR", "b": "GK", "c": "GK"}
+_JAMBA: dict[Path, Recipe] = {
+    **_FEED_FORWARD,
+    **_layer_norms(mlp_norm="pre_ff_layernorm"),
+    ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
+    ("selective", "inputs"): Recipe((Source(_MAMBA + "in_proj.weight", ("2GV", "D")),), pieces.by_key_head),
+    ("selective", "output"): Recipe((Source(_MAMBA + "out_proj.weight", ("D", "GV")),), pieces.as_is),
+    ("selective", "channels"): Recipe(
+        (
+            Source(_MAMBA + "conv1d.weight", ("GC", "1", "GT")),
+            *(Source(_MAMBA + name, ("GC",)) for name in ("conv1d.bias", "dt_proj.bias", "D")),
+        ),
+        pieces.of_channels,
+    ),
+    ("selective", "rates"): Recipe((Source(_MAMBA + "A_log", ("GC", "GK")),), pieces.transposed),
+    ("selective", "low"): Recipe((Source(_MAMBA + "x_proj.weight", ("GX", "GC")),), pieces.as_is),
+    ("selective", "low_norms"): Recipe(
+        tuple(Source(f"{_MAMBA}{name}_layernorm.weight", (axis,)) for name, axis in _LOW_NORMS.items()),
+        pieces.in_rows,
+    ),
+    ("selective", "steps"): Recipe((Source(_MAMBA + "dt_proj.weight", ("GC", "GR")),), pieces.as_is),
+}
 _NEMOTRON_H: dict[Path, Recipe] = {
     **_in_blocks(OF_LAYER),
     **_in_blocks(_OF_MAMBA),
@@ -595,6 +617,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Lfm2MoeForCausalLM": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
     "NemotronHForCausalLM": _NEMOTRON_H,
+    "JambaForCausalLM": _JAMBA,
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "OlmoHybridForCausalLM": _OLMO_HYBRID,
     "Qwen3NextForCausalLM": _QWEN3_NEXT,

@@ -303,6 +303,12 @@ def delta_rates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]
         yield Piece((slice(None), slice(2, 3)), np.full((heads, 1, group), net.most_written, np.float32))
 
 
+def of_channels(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Taps of a convolution `[C, 1, taps]` and vectors `[C]`, to `[C, taps + 3]`."""
+    taps, *others = tensors
+    yield Piece((), np.concatenate([taps[:, 0], *(each[:, None] for each in others)], axis=1, dtype=np.float32))
+
+
 def channel_rates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A_log `[1, 1, K', 1]` and dt_bias `[K' h]`, to `[K', 2, h]`."""
     heads, h, _, _ = _recurrent_parts(arch)

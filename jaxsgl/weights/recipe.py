@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp
+from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, Selective
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
 Place = tuple[int | slice, ...]  # a part of a parameter, by its leading axes; slices have step 1, () is all of it
@@ -116,7 +116,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values;
     of an index its keys, its heads, and all their queries. Those with G are of what recurs: of all heads q, k and v; k;
     taps; value heads, and twice as many; numbers of a value; all values; three times q, k and v; q, k, v and their
-    gates; all that Mamba-2 makes of its input; what decays by channel are made of. Those with P are of embeddings of
+    gates; all that Mamba-2 makes of its input; what decays by channel, or steps of Mamba, are made of, and these
+    with B and C; twice all values. Those with P are of embeddings of
     layers: numbers of one, rows, and numbers of all layers.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
@@ -135,7 +136,9 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "GN": net.value_heads,
             "G2N": 2 * net.value_heads,
             "GH": net.value_size,
-            "GR": net.rank if isinstance(net, ChannelDeltaNet) else 0,
+            "GR": net.rank if isinstance(net, ChannelDeltaNet | Selective) else 0,
+            "GX": net.rank + 2 * net.key_size if isinstance(net, Selective) else 0,
+            "2GV": 2 * net.value_heads * net.value_size,
             "GV": net.value_heads * net.value_size,
             "G3C": 3 * net.key_heads * net.channels,
             "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,

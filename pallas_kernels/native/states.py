@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_tokens import Sequences, StateTokens
+from pallas_kernels.delta_tokens import SelectiveTokens, Sequences, StateTokens
 from pallas_kernels.native import library
 
 _MOST_KEYS, _KEY_STEP, _VALUE_STEP, _MOST_TAPS = 256, 8, 16, 8
@@ -18,6 +18,8 @@ _MOST_KEYS, _KEY_STEP, _VALUE_STEP, _MOST_TAPS = 256, 8, 16, 8
 
 def refuse_states(tokens: StateTokens, matrices: jax.Array, inputs: jax.Array) -> str | None:
     """Why this backend can't take the states, because of the arrays or of this machine; or None."""
+    if isinstance(tokens, SelectiveTokens):
+        return "each number of a state decays by itself; it takes a decay of a value head, or of a row"
     *_, key_size, value_size = matrices.shape
     num_taps = inputs.shape[1]
     if tokens.dtype != jnp.float32:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import L2_EPS, MambaTokens, StateTokens
+from pallas_kernels.delta_tokens import L2_EPS, MambaTokens, SelectiveTokens, StateTokens
 
 _NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
 
@@ -26,6 +26,7 @@ class Small(NamedTuple):
 
 def small_of(tokens: StateTokens) -> Small:
     """Those of the layer whose tokens these are."""
+    assert not isinstance(tokens, SelectiveTokens), "it is refused"
     vectors = tokens.vectors
     if isinstance(tokens, MambaTokens):
         return Small(vectors.taps, tokens.vectors.bias, vectors.rates, None)

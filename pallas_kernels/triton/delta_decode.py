@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import ChannelTokens, StateTokens
+from pallas_kernels.delta_tokens import ChannelTokens, SelectiveTokens, StateTokens
 from pallas_kernels.parts import total
 from pallas_kernels.triton.delta_common import Head, Small, ids_of, normalized, num_warps_for, small_of, store, vector
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
@@ -26,8 +26,8 @@ from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
 def refuse_delta_decode(tokens: StateTokens, matrices: jax.Array) -> str | None:
     """Why this backend can't take the tokens, or states `[P, K, r, h, v]`, or None when it can."""
-    if isinstance(tokens, ChannelTokens):
-        return "each number of a key decays by itself; it takes one decay of a value head"
+    if isinstance(tokens, ChannelTokens | SelectiveTokens):
+        return "numbers of a state decay by themselves; it takes one decay of a value head"
     key_size, value_size = matrices.shape[-2:]
     if any(size & (size - 1) or size < 16 for size in (key_size, value_size)):
         return f"states are {key_size} x {value_size}; it takes powers of two from 16"

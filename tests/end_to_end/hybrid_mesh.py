@@ -1,7 +1,7 @@
 """Tokens of a hybrid on one device, on two and in two ranks, of a CPU. A program: JAX has one number of devices per
 process.
 
-python -m tests.end_to_end.hybrid_mesh FOLDER > tokens.json
+python -m tests.end_to_end.hybrid_mesh FOLDER [ranks alone] > tokens.json
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ LENGTHS = (1, 63, 64, 65, 97, 130, 200)
 
 
 def main() -> None:
-    """Prints what one device yields, what two do that share the heads, and what two ranks do."""
+    """Prints what one device yields, what two do that share the heads, unless ranks are meant alone, and what two
+    ranks do.
+    """
     jax.config.update("jax_num_cpu_devices", 2)
-    print(json.dumps([answers(sys.argv[1], *layout) for layout in ((1, 1), (2, 1), (2, 2))]))
+    layouts = ((1, 1), (2, 2)) if sys.argv[2:] else ((1, 1), (2, 1), (2, 2))
+    print(json.dumps([answers(sys.argv[1], *layout) for layout in layouts]))
 
 
 def answers(folder: str, tp: int, ranks: int) -> dict[str, Any]:

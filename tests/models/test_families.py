@@ -44,6 +44,7 @@ UNTRIED = {
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
     "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
+    "jamba": ("attn_layer_offset",),
     "kimi_linear": ("model_max_length", "num_hidden_layers"),
     "longcat_flash": ("num_layers", "ffn_hidden_size"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),

@@ -19,7 +19,7 @@ from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp, ShortConv
+from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp, Selective, ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import model_on_devices
 from tests.checkpoints import make_checkpoint
@@ -80,6 +80,36 @@ def test_every_layer_of_falcon_h1_keeps_a_state_and_attends(tmp_path: Path) -> N
     ):
         with pytest.raises(CheckpointError, match=named):
             read(tmp_path, **{**FALCON_H1, **changes})
+
+
+# As ai21labs/AI21-Jamba-Mini-1.5 is published.
+JAMBA: dict[str, Any] = {
+    "architectures": ["JambaForCausalLM"], "model_type": "jamba", "attention_dropout": 0.0, "attn_layer_offset": 4,
+    "attn_layer_period": 8, "bos_token_id": 1, "eos_token_id": [2, 519], "expert_layer_offset": 1,
+    "expert_layer_period": 2, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2,
+    "mamba_inner_layernorms": True, "mamba_proj_bias": False, "max_position_embeddings": 262144,
+    "num_attention_heads": 32, "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_logits_to_keep": 1, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
+    "use_mamba_kernels": True, "vocab_size": 65536,
+}  # fmt: skip
+
+
+def test_jamba_attends_and_mixes_experts_by_periods(tmp_path: Path) -> None:
+    arch = read(tmp_path, **JAMBA)
+    assert arch.attention_layers == (4, 12, 20, 28) and {layer.rope for layer in arch.layers} == {None}
+    assert [isinstance(layer.mlp, MoeMlp) for layer in arch.layers] == [False, True] * 16
+    assert arch.mixture is not None and not arch.mixture.router.renormalize and arch.ffn_size == 14_336
+    assert arch.recurrent_net == Selective(1, 1, 16, 8192, 4, rank=256)
+    assert layer_states(arch, 64, BFLOAT16).row_bytes == 28 * (16 + 4) * 8192 * 4
+    dense = read(tmp_path, **{**JAMBA, "num_experts": 1, "mamba_dt_rank": "auto"})
+    assert dense.mixture is None and {layer.mlp for layer in dense.layers} == {DenseMlp(14_336)}
+    assert dense.recurrent_net == arch.recurrent_net
+    with pytest.raises(ConfigError, match=r"it has 1 groups of its layers of Mamba: give --tp 1"):
+        model_on_devices(arch, 2, by_experts=False)
+    with pytest.raises(CheckpointError, match="mamba_inner_layernorms is false"):
+        read(tmp_path, **{**JAMBA, "mamba_inner_layernorms": False})
 
 
 def test_every_fourth_layer_attends_unless_config_json_says_otherwise(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
 
 def test_kernels_of_gpus_refuse_decays_by_channel() -> None:
     tokens = drawn(1, 0, "by channel")
-    with pytest.raises(ValueError, match="each number of a key decays by itself; it takes one decay of a value head"):
+    with pytest.raises(ValueError, match="numbers of a state decay by themselves; it takes one decay of a value head"):
         delta_decode(
             tokens, stale("by channel"), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True
         )

@@ -1,4 +1,4 @@
-"""Families with layers that keep states in the place of attention: gated delta-nets, Mamba-2, short convolutions.
+"""Families with layers that keep states in the place of attention: delta-nets, Mamba-2, Mamba, short convolutions.
 
 Of Kimi Linear the other layers attend over a latent.
 """
@@ -241,6 +241,40 @@ RECURRENT: dict[str, Family] = {
         ignored=frozenset(
             {"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"}
         ),
+    ),
+    "JambaForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        turned_layers="none",
+        recurrence="selective",
+        moe=MoeFamily(
+            ("num_experts", "num_local_experts"),
+            ffn_key="intermediate_size",
+            renormalize=False,
+            dense_layers="periods",
+        ),
+        required={
+            "hidden_act": "silu",
+            "mamba_conv_bias": True,
+            "mamba_inner_layernorms": True,
+            "mamba_proj_bias": False,
+        },
+        defaults={
+            "num_key_value_heads": 8,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+            "max_position_embeddings": 262_144,
+            "eos_token_id": 2,
+        },
+        ignored=frozenset({"num_logits_to_keep", "use_associative_scan", "use_mamba_kernels", "use_mambapy"}),
     ),
     "KimiLinearForCausalLM": Family(
         qkv_bias=False,
