@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.layer_spec import LayerSpec
+from jaxsgl.models.layer_spec import ChannelDeltaNet, LayerSpec
 from jaxsgl.models.quantization import WeightFormat, modelopt_part
 from jaxsgl.models.quantized_formats import MODELOPT, SUPPORTED, read_format
 
@@ -150,8 +150,13 @@ def _whole_names(module: str) -> list[str]:
 
 
 def _spellings(spec: LayerSpec, matrix: str) -> tuple[tuple[str, ...], ...]:
-    """Those that files may have of a matrix of `spec`. Of experts next to an MLP none is within that MLP."""
+    """Those that files may have of a matrix of `spec`. Of experts next to an MLP none is within that MLP, and Kimi's
+    delta-nets alone are called attention.
+    """
     spellings = _MODULES[matrix]
+    if matrix.startswith("state_"):
+        is_channel_net = isinstance(spec.mixer, ChannelDeltaNet)
+        return tuple(each for each in spellings if each[0].startswith("self_attn.") == is_channel_net)
     if matrix != "experts" or spec.experts is None:
         return spellings
     return tuple(each for each in spellings if each[0].startswith("experts."))

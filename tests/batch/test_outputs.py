@@ -25,7 +25,7 @@ from jaxsgl.requests.outputs import PoolingSpec, StatesSpec
 SIZES = Capacity(
     4, 200, 8, 128, 128, 1000, pooling=PoolingSpec(dimension=3), states=StatesSpec(True, True, 3, num_layers=2, top_k=2)
 )
-AXES = {"A": 32, "T": 32, "S": 8, "C": 8, "K": 20, "D": 3, "L": 16, "layers": 2, "k": 2}
+AXES = {"A": 32, "T": 32, "S": 8, "C": 8, "K": 20, "D": 3, "pooled": 3, "L": 16, "layers": 2, "k": 2}
 
 
 def padded(inputs: StepInputs) -> HostOutputs:

@@ -26,7 +26,6 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "here: attention to compressed tokens, several residual streams; run",
         "DeepseekV3ForCausalLM",
     ),
-    ("KimiLinearForCausalLM", {"linear_head_dim": 128}, "here: linear attention", "DeepseekV3ForCausalLM"),
     ("BailingHybridForCausalLM", {"kda_lower_bound": -5.0}, "here: linear attention", None),
     ("RecurrentGemmaForCausalLM", {"lru_width": 2560}, "here: recurrent blocks (RG-LRU); run", None),
     ("LagunaForCausalLM", {"num_attention_heads_per_layer": [48, 64]}, "here: other numbers of heads", None),
