@@ -197,6 +197,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "smolvlm": (transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration, OF_LLAVA["llava"] | IN_TILES),
     "aya_vision": (transformers.AyaVisionConfig, transformers.AyaVisionForConditionalGeneration, AYA),
+    "cohere2_vision": (transformers.Cohere2VisionConfig, transformers.Cohere2VisionForConditionalGeneration, AYA),
     "exaone4_5": (transformers.Exaone4_5_Config, transformers.Exaone4_5_ForConditionalGeneration, EXAONE),
     "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
     **{
@@ -230,12 +231,13 @@ OF_PIXTRAL = ("pixtral", "pixtral_llama")  # whose patches are not merged
 WITH_LINES = ("mistral", "ministral3", *OF_PIXTRAL)
 OF_GEMMA4 = ("gemma4", "gemma4_small")
 OF_GLM = ("glm4v", "glm4v_moe", "glm_ocr", "glm46v")
+OF_COHERE = ("aya_vision", "cohere2_vision")
 OF_IDEFICS = ("idefics3", "smolvlm")
 # Transformers' types.
 JOINED_TYPES = ("llava_next", "llava_onevision")
 WITH_PICTURES = (
     *JOINED_TYPES,
-    "aya_vision", "mistral3", "gemma3", "gemma4", "gemma4_unified", "internvl", "lighton_ocr", "llava", *OF_IDEFICS,
+    *OF_COHERE, "mistral3", "gemma3", "gemma4", "gemma4_unified", "internvl", "lighton_ocr", "llava", *OF_IDEFICS,
 )  # fmt: skip
 OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
@@ -278,9 +280,12 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
         for kind in OF_IDEFICS
     },
-    "aya_vision": {
-        "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
-        "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "vision_use_head": False,
+    **{
+        kind: {
+            "model_type": "siglip_vision_model", "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40,
+            "num_attention_heads": 2, "patch_size": 4, "image_size": 32, "vision_use_head": False,
+        }
+        for kind in OF_COHERE
     },
     "exaone4_5": {
         "depth": 4, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "num_key_value_heads": 2,
@@ -356,6 +361,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     ids: dict[str, Any] = {"image_token_index": IMAGE} if kind in (*WITH_LINES, *OF_CLIP) else IDS
     if kind == "aya_vision":
         ids = {"image_token_index": IMAGE, "alignment_intermediate_size": 44}
+    if kind == "cohere2_vision":
+        ids = {"image_token_id": IMAGE, "alignment_intermediate_size": 44}
     if kind in WITH_JOINED:
         ids = {"image_token_index": IMAGE, "image_grid_pinpoints": RESOLUTIONS}
         ids |= {"vision_aspect_ratio": "anyres_max_2"} if kind == "llava_onevision" else {}
@@ -537,7 +544,7 @@ def normalized(model: Any, media: Sequence[MediaItem]) -> Any:
     """The patches of images one after the other, `[P, C]`, as `model` takes them."""
     pixels = np.concatenate([patches_of(item) for item in media]).astype(np.float32) / 255
     is_older = model.config.model_type.startswith(
-        ("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle", "exaone", "aya")
+        ("qwen2", "mistral3", "glm", "internvl", "light", "llava", "paddle", "exaone", "aya", "cohere")
     )
     told = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_older else ([0.5] * 3, [0.5] * 3)
     mean, std = (np.array(each, np.float32) for each in told)

@@ -125,6 +125,7 @@ class VisionFamily:
       feature_layer: the layer whose output the model reads, where the key `vision_feature_layer` beside the tower's
         object is missing: -1 for the last one, -2 for the one before it. None: there is no key, and it is the last.
       out_size_told: of "mlp" and "gated", that the tower's object says the decoder's size.
+      merger_norm: of "halved", that the norm is there.
       merger_eps: see `VisionArch`; None: it follows from the merger.
       required, required_beside: what keys of the tower's object, and those beside it, must say, where they are there,
         since nothing else is built; a list of that one value will do, too.
@@ -175,6 +176,7 @@ class VisionFamily:
     merger: Merging = "mlp"
     feature_layer: int | None = None
     out_size_told: bool = True
+    merger_norm: bool = True
     merger_eps: float | None = None
     turns: bool = True
     has_lines: bool = False

@@ -37,7 +37,7 @@ def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels:
         if settings.tiles is not None:
             most = max_pixels // settings.fixed_side**2 - 1  # and one that shows it whole
             tiles = [max(min(number, most), 1) for number in settings.tiles]
-            rows, columns = _tiling(height, width, settings.fixed_side, *tiles)
+            rows, columns = (_fitting if settings.tiles_fit else _tiling)(height, width, settings.fixed_side, *tiles)
         return rows * settings.fixed_side, columns * settings.fixed_side
     if settings.fills:
         return _filled(height, width, settings.unit, min(limits.max_pixels, max_pixels))
@@ -228,6 +228,18 @@ def _tiling(height: int, width: int, side: int, least: int, most: int) -> tuple[
         if apart < nearest or (apart == nearest and 2 * width * height > side**2 * columns * rows):
             best, nearest = (rows, columns), apart
     return best
+
+
+def _fitting(height: int, width: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Rows and columns of up to `most` squares of `side` that scale a picture up least or, if none does, down least.
+
+    Of several those with the fewest squares and columns count.
+    """
+    tilings = [(rows, columns) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)]
+    tilings.sort(key=math.prod)
+    scales = {(rows, columns): min(columns * side / width, rows * side / height) for rows, columns in tilings}
+    growing = [tiling for tiling in tilings if scales[tiling] >= 1]
+    return min(growing, key=scales.__getitem__) if growing else max(tilings, key=scales.__getitem__)
 
 
 def _size(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:

@@ -103,7 +103,7 @@ def words_around_tiles(picture: Visual, words: TileWords) -> list[str]:
     ]
     whole = (words.line_end + words.after_tiles) * bool(before) + words.whole
     first, *others = [*before, whole]
-    return [words.start + first, *others, words.end]
+    return [words.start + first, *(words.after + each for each in (*others, words.end))]
 
 
 def times_in_words(video: Visual, times: Times) -> list[tuple[str, str]]:

@@ -54,6 +54,7 @@ class TileWords:
       after_tiles: before what shows the picture whole, if tiles come before that.
       whole: right before that.
       end: after it.
+      after: after each tile, and what shows the picture whole.
       start: before all.
       placeholder: what clients write in texts for a picture; None: the placeholder that the model sees.
     """
@@ -65,6 +66,7 @@ class TileWords:
     end: str
     start: str = ""
     placeholder: str | None = None
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class ProcessorSettings:
       crops: a picture is scaled until its shorter side has so many, and of its longer one the middle is taken.
       tiles: the least and the most squares of `fixed_side` that a picture is cut into; one more shows it whole, if
         they are several. None: it isn't cut.
+      tiles_fit: the least and the most squares are those that scale a picture up least, or down, if all do; else those
+        whose ratio is nearest to its own count.
       tiles_longest: the longer side is scaled to so many pixels, and both then to multiples of `fixed_side`, which are
         cut into tiles; one more shows what was cut. None: tiles are as `tiles` says.
       tile_words: what is written around tiles; None: nothing is.
@@ -140,6 +144,7 @@ class ProcessorSettings:
     fixed_side: int | None = None
     crops: bool = False
     tiles: tuple[int, int] | None = None
+    tiles_fit: bool = False
     tiles_longest: int | None = None
     tile_words: TileWords | None = None
     resolutions: tuple[tuple[int, int], ...] | None = None
@@ -302,6 +307,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_pictures(folder, config, vision, image, alone)
     if config.get("model_type") == "aya_vision":
         return _of_aya_vision(folder, config, vision, image, both)
+    if config.get("model_type") == "cohere2_vision":
+        return _of_cohere2_vision(folder, config, vision, image)
     if config.get("model_type") in ("idefics3", "smolvlm"):
         return _of_idefics3(folder, config, vision, image, both)
     if config.get("model_type") == "llava":
@@ -511,6 +518,50 @@ def _of_aya_vision(
             tile_words=_AYA_WORDS,
             takes_pixels=False,
         )
+
+
+def _of_cohere2_vision(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, in tiles of which a token ends each."""
+    side, patch_size = vision.get("image_size", 512), vision.get("patch_size", 16)
+    merge_size = config.get("downsample_factor", 2)
+    expected = {"size": {"height": side, "width": side}, "crop_to_patches": True}
+    _check_processor(folder / _IMAGE_FILE, image, expected | {"patch_size": side // patch_size // merge_size})
+    told = _read(folder / "tokenizer_config.json")
+    with _understood(folder):
+        start, end, after, placeholder = (
+            _text_of(told.get(f"{of}_token"), usual)
+            for of, usual in (
+                ("boi", "<|START_OF_IMG|>"),
+                ("eoi", "<|END_OF_IMG|>"),
+                ("img_line_break", "<|IMG_LINE_BREAK|>"),
+                ("image", None),
+            )
+        )
+        pixels = PixelSettings(side**2, side**2, *_mean_and_std(image))
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=merge_size,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id", 255_036),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            fixed_side=side,
+            tiles=(1, int(image.get("max_patches") or 12)),
+            tiles_fit=True,
+            tile_words=TileWords("", "", "", "", end or "", start or "", placeholder, after or ""),
+            takes_pixels=False,
+        )
+
+
+def _text_of(token: Any, usual: str | None) -> str | None:
+    """A special token's text, which may be told with its properties."""
+    told = token.get("content") if isinstance(token, dict) else token
+    return str(told) if told else usual
 
 
 def _of_joined_tiles(

@@ -30,6 +30,7 @@ _BESIDE_TOWER = {
     "Exaone4_5_ForConditionalGeneration": _QWEN_TOWER,
     "Kimi_K25ForConditionalGeneration": ("model.vision_tower.", "model.mm_projector."),
     "AyaVisionForConditionalGeneration": _PROJECTED_TOWER,
+    "Cohere2VisionForConditionalGeneration": _PROJECTED_TOWER,
     "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER

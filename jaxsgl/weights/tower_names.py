@@ -207,6 +207,7 @@ _INTERNVL: dict[str, _Of] = {
 # By architecture; others are as Qwen3-VL.
 _TOWERS = {
     "AyaVisionForConditionalGeneration": _AYA,
+    "Cohere2VisionForConditionalGeneration": _AYA,
     "Exaone4_5_ForConditionalGeneration": _QWEN2_5_VL,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForConditionalGeneration": _GEMMA4,

@@ -296,6 +296,31 @@ def test_pictures_of_aya_vision_give_transformers_tokens(tmp_path: Path) -> None
     llm.close()
 
 
+def test_pictures_of_command_a_vision_give_transformers_tokens(tmp_path: Path) -> None:
+    """By an own reading of its image processor, which needs torchvision: three tiles and the whole, and one alone."""
+    model = make_model(tmp_path, "cohere2_vision")
+    ends = {START: "<|START_OF_IMG|>", END: "<|END_OF_IMG|>", BREAK: "<|IMG_LINE_BREAK|>"}
+    write_words(tmp_path, ends | {IMAGE: "<|IMG_PATCH|>"})
+    told = {"size": {"height": 32, "width": 32}, "max_patches": 3, "patch_size": 4}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    given = [picture(100, 42), picture(30, 30, seed=1)]
+    wide = given[0].resize((96, 32), Image.Resampling.BICUBIC)
+    tiles = [wide.crop((x, 0, x + 32, 32)) for x in (0, 32, 64)]
+    tiles += [each.resize((32, 32), Image.Resampling.BICUBIC) for each in given]
+    pixels = np.stack([np.asarray(each) for each in tiles]).astype(np.float32) / 255
+    normalized = (pixels - np.array(OPENAI_CLIP_MEAN, np.float32)) / np.array(OPENAI_CLIP_STD, np.float32)
+    of_tile = [*[IMAGE] * 16, BREAK]
+    prompt = [11, START, *of_tile * 4, END, 23, START, *of_tile, END]
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES)
+    media = {"pixel_values": torch.tensor(normalized.transpose(0, 3, 1, 2))}
+    data = {"image": [file_of(each) for each in given]}
+    for form in ({"prompt": "11 <|IMG_PATCH|> 23 <|IMG_PATCH|>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, media, has_types=False)
+    llm.close()
+
+
 PROCESSORS: dict[str, Any] = {"paddleocr_vl": PaddleOCRVLImageProcessorPil, "exaone4_5": Qwen2VLImageProcessorPil}
 
 

@@ -20,6 +20,7 @@ from tests.grids import NIGHTLY
 from tests.vision_models import (
     MERGES,
     OF_CLIP,
+    OF_COHERE,
     OF_IDEFICS,
     SQUARE,
     WITH_JOINED,
@@ -48,7 +49,7 @@ class Served(NamedTuple):
         if self.kind in WITH_JOINED:
             return request_of_joined(request_id, self.kind, num_images, seed, **params)
         grids: list[Grid] = [SQUARE] * num_images
-        if self.kind not in (*OF_CLIP, *OF_IDEFICS, "aya_vision"):
+        if self.kind not in (*OF_CLIP, *OF_COHERE, *OF_IDEFICS):
             grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(num_images)]
         merge = MERGES.get(self.kind, 2)
         frames = 2 if self.kind == "exaone4_5" else 1
@@ -65,6 +66,7 @@ ENGINES = [
     ("aya_vision", 16),
     ("llava_mistral", 1),
     ("llava_qwen2", 64),
+    ("cohere2_vision", 4),
     ("llava_next", 16),
     ("llava_onevision", 4),
 ]

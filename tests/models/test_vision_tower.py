@@ -52,9 +52,10 @@ FLOAT32 = jnp.dtype(jnp.float32)
 @pytest.mark.parametrize(
     "kind",
     [
-        "aya_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_small", "gemma4_unified", "glm4v", "glm4v_moe",
-        "glm_ocr", "idefics3", "internvl", "internvl_moe", "lighton_ocr", "llava", "llava_next", "llava_onevision",
-        "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+        "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_small", "gemma4_unified", "glm4v",
+        "glm4v_moe", "glm_ocr", "idefics3", "internvl", "internvl_moe", "lighton_ocr", "llava", "llava_next",
+        "llava_onevision", "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+        "qwen3_vl_moe", "qwen3_5",
     ],
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:

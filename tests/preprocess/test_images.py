@@ -296,6 +296,24 @@ def check_joined(part: Part, settings: ProcessorSettings, tiles: npt.NDArray[np.
     np.testing.assert_array_equal(normalized(part, settings), patches)
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "columns", "rows"),
+    [(1, 1, 1, 1), (512, 513, 1, 2), (700, 700, 2, 2), (1600, 100, 4, 1), (9000, 9000, 3, 3), (4000, 3000, 4, 3)],
+)
+def test_tiles_of_command_a_vision_scale_a_picture_least(width: int, height: int, columns: int, rows: int) -> None:
+    """By an own reading of its processor, which needs torchvision: here Pillow scales."""
+    given = picture(width, height) if width < 4000 else Image.new("RGB", (width, height), (90, 30, 7))
+    (visual,) = load([ImageFile(given)], replace(TILED, fixed_side=512, patch_size=16, tiles_fit=True), BOUNDS)
+    sizes = [(512 * columns, 512 * rows), (512, 512)][: 1 + (columns * rows > 1)]
+    views = [given.resize(size, Image.Resampling.BICUBIC) for size in sizes]
+    boxes = [(512 * (i % columns), 512 * (i // columns)) for i in range(columns * rows)]
+    tiles = [views[0].crop((x, y, x + 512, y + 512)) for x, y in boxes] + views[1:]
+    assert len(visual.parts) == len(tiles)
+    for part, tile in zip(visual.parts, tiles, strict=True):
+        squares = np.asarray(tile).reshape(16, 2, 16, 16, 2, 16, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        assert part.pixels == squares.tobytes()
+
+
 def test_joined_tiles_are_fewer_where_a_picture_may_have_fewer_patches() -> None:
     few = replace(BOUNDS, max_picture_patches=3 * 24**2)
     part = part_of(picture(1920, 1080), JOINED, few)

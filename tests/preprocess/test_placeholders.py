@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.placeholders import (
@@ -146,6 +148,13 @@ def test_places_of_tiles_are_told_in_words() -> None:
     of_tiles = "<s>T1<image>T2<image>T3<image>T4<image><a><whole><image><a>"
     assert write_placeholders("x<written>", [tiles], tokens) == f"x{of_tiles}"
     assert write_placeholders("<written>", [whole], tokens) == "<s><a><whole><image><a>"
+    ended = TileWords("", "", "", "", "<end>", "<start>", after="<break>")
+    writer = SimpleNamespace(
+        image_token="<image>", boi_token="<start>", eoi_token="<end>", img_line_break_token="<break>", patch_size=1
+    )
+    of_pictures = [Cohere2VisionProcessor.replace_image_token(writer, {"num_patches": [5, 1]}, i) for i in (0, 1)]
+    written = write_placeholders("<image>x<image>", [tiles, whole], replace(tokens, tile_words=ended))
+    assert written == "x".join(of_pictures)
     tokens = replace(tokens, tile_words=words)
     for call in (
         lambda: write_placeholders("x", [tiles], tokens),

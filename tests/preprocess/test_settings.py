@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.preprocess.settings import PixelSettings, load_settings
+from jaxsgl.preprocess.settings import PixelSettings, TileWords, load_settings
 from tests.preprocess.pictures import (
     CLIP,
     CROPPED,
@@ -393,6 +393,18 @@ def test_the_files_of_aya_vision_are_understood(tmp_path: Path) -> None:
     assert (found.image_token_id, found.image.mean, found.resample) == (255036, (0.5,) * 3, 3)
     with pytest.raises(CheckpointError, match="downsample_factor is 1, but only 2"):
         load_settings(write(tmp_path, config=config, processor_config={**tokens, "downsample_factor": 1}))
+
+
+def test_the_files_of_command_a_vision_are_understood(tmp_path: Path) -> None:
+    config = {"model_type": "cohere2_vision", "vision_config": {"image_size": 512, "patch_size": 16}}
+    image = {"size": {"height": 512, "width": 512}, "crop_to_patches": True, "max_patches": 9, "patch_size": 16}
+    told = {"img_line_break_token": {"content": "<|break|>"}, "image_token": "<|IMG_PATCH|>"}
+    found = load_settings(write(tmp_path, config=config, preprocessor_config=image, tokenizer_config=told))
+    words = TileWords("", "", "", "", "<|END_OF_IMG|>", "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|break|>")
+    assert found is not None and found.tile_words == words
+    assert (found.fixed_side, found.tiles, found.tiles_fit, found.image_token_id) == (512, (1, 9), True, 255_036)
+    with pytest.raises(CheckpointError, match="patch_size is 14, but only 16"):
+        load_settings(write(tmp_path, config=config, preprocessor_config=image | {"patch_size": 14}))
 
 
 LLAVA = {

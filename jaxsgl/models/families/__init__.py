@@ -31,6 +31,7 @@ FAMILIES: dict[str, Family] = {
 # part's `model_type`. The first one holds where config.json doesn't say it.
 BY_TOWER: dict[str, dict[str, str]] = {
     "AyaVisionForConditionalGeneration": {"siglip_vision_model": "AyaVisionForConditionalGeneration"},
+    "Cohere2VisionForConditionalGeneration": {"siglip_vision_model": "Cohere2VisionForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"pixtral": "LightOnOcrForConditionalGeneration"},
     "LlavaForConditionalGeneration": LLAVA_BY_TOWER,
     "LlavaNextForConditionalGeneration": {"clip_vision_model": "LlavaNextForConditionalGeneration"},
@@ -48,6 +49,7 @@ BY_DECODER: dict[str, dict[str, str]] = {
     },
     "InternVLForConditionalGeneration": INTERNVL_BY_DECODER,
     "AyaVisionForConditionalGeneration": {"cohere2": "AyaVisionForConditionalGeneration"},
+    "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2VisionForConditionalGeneration"},
     "Idefics3ForConditionalGeneration": {"llama": "Idefics3ForConditionalGeneration"},
     "SmolVLMForConditionalGeneration": {"llama": "SmolVLMForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"qwen3": "LightOnOcrForConditionalGeneration"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.towers import AYA_TOWER
+from jaxsgl.models.families.towers import AYA_TOWER, COHERE2_VISION_TOWER
 from jaxsgl.models.family import Family
 
 _COHERE = Family(
@@ -87,6 +87,14 @@ _GPT2 = replace(
     ),
 )
 
+_WITH_TOWER = replace(
+    COHERE2,
+    section="text_config",
+    ties_whole=True,
+    vision=AYA_TOWER,
+    ignored=COHERE2.ignored | {"image_token_id", "projection_dim", "vision_use_head"},
+)
+
 LAYER_NORMS: dict[str, Family] = {
     "CohereForCausalLM": replace(
         _COHERE,
@@ -102,13 +110,8 @@ LAYER_NORMS: dict[str, Family] = {
         defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50_279},
         required={"rms_norm_eps": 1e-5},
     ),
-    "AyaVisionForConditionalGeneration": replace(
-        COHERE2,
-        section="text_config",
-        ties_whole=True,
-        vision=AYA_TOWER,
-        ignored=COHERE2.ignored | {"image_token_id", "projection_dim", "vision_use_head"},
-    ),
+    "AyaVisionForConditionalGeneration": _WITH_TOWER,
+    "Cohere2VisionForConditionalGeneration": replace(_WITH_TOWER, vision=COHERE2_VISION_TOWER),
     "Starcoder2ForCausalLM": replace(
         _WITH_BIAS,
         norm_eps_key="norm_epsilon",

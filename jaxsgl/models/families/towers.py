@@ -239,6 +239,17 @@ AYA_TOWER = replace(
     keys={**SIGLIP.keys, "spatial_merge_size": "downsample_factor"},
 )
 
+# Command A Vision's.
+COHERE2_VISION_TOWER = replace(
+    AYA_TOWER,
+    last_norm=True,
+    feature_layer=None,
+    merger_norm=False,
+    required_beside={},
+    defaults_beside={"alignment_intermediate_size": 36_864},
+    defaults={**AYA_TOWER.defaults, "hidden_size": 1152, "image_size": 512, "num_hidden_layers": 27},
+)
+
 # LLaVA-NeXT's and LLaVA-OneVision's, CLIP's and SigLIP's: a picture's tiles are joined.
 LLAVA_NEXT_TOWER = replace(
     CLIP,

@@ -28,7 +28,7 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, Command A Vision, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F. Without layers N and F mean nothing.
@@ -68,6 +68,7 @@ class VisionArch:
         the second a norm and GELU after it; ("product") a product alone; or ("square") a norm of all numbers of the
         square, and an MLP whose width is D, as that of "plain" is; ("halved") that norm, and an MLP of which the second
         half is the gate; or ("normed") a norm without scales, and a product.
+      merger_norm: of "halved", that the norm is there.
       merger_ffn_size: F of an MLP with gates, both halves together; 0: it follows from other sizes.
       centred: what the merger makes loses its mean, which norms of the decoder would take away.
       standardizes: that mean has a shift and a factor, both learned.
@@ -125,6 +126,7 @@ class VisionArch:
     rope_alternates: bool = False
     turns: bool = True
     merger: Merging = "mlp"
+    merger_norm: bool = True
     merger_ffn_size: int = 0
     centred: bool = False
     standardizes: bool = False
@@ -254,6 +256,7 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
+        merger_norm=family.merger_norm,
         merger_ffn_size=_read_merger_ffn(whole, config, family, hidden_size),
         standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,

@@ -83,7 +83,7 @@ class Merger(Matrices):
         if arch.merger == "gated":
             self._declare_gated(arch, dtype, stack)
             return
-        if arch.merger not in ("plain", "product", "scaled", "normed"):
+        if arch.merger_norm and arch.merger not in ("plain", "product", "scaled", "normed"):
             is_root = arch.merger == "pooled" or (arch.root_norms and arch.merger != "square")
             _norm(self, "norm", (*stack, self._normalized), dtype, is_root)
         if arch.standardizes:
@@ -129,9 +129,9 @@ class Merger(Matrices):
             return _through(self, "fc1", root_norm(x_PM, None, self._eps), of)
         if self._how == "product":
             return _through(self, "fc1", x_PM.reshape(-1, self._wide), of)
-        x = x_PM
-        if self._how != "plain":
-            x = _normalized(self, "norm", x.reshape(-1, self._normalized), of, self._eps).reshape(-1, self._wide)
+        x = x_PM.reshape(-1, self._normalized)
+        x = _normalized(self, "norm", x, of, self._eps) if hasattr(self, "norm") else x
+        x = x.reshape(-1, self._wide)
         x = _through(self, "merge", x, of) if self._how == "projected" else x
         x = _through(self, "fc1", x, of)
         if self._how == "halved":
