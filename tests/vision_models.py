@@ -102,6 +102,11 @@ AYA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2", "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_L_cache": 3, "block_multiple_of": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 EXAONE: dict[str, Any] = {
     "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 20, "sliding_window_pattern": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -198,6 +203,7 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "smolvlm": (transformers.SmolVLMConfig, transformers.SmolVLMForConditionalGeneration, OF_LLAVA["llava"] | IN_TILES),
     "aya_vision": (transformers.AyaVisionConfig, transformers.AyaVisionForConditionalGeneration, AYA),
     "cohere2_vision": (transformers.Cohere2VisionConfig, transformers.Cohere2VisionForConditionalGeneration, AYA),
+    "lfm2_vl": (transformers.Lfm2VlConfig, transformers.Lfm2VlForConditionalGeneration, LFM2),
     "exaone4_5": (transformers.Exaone4_5_Config, transformers.Exaone4_5_ForConditionalGeneration, EXAONE),
     "lighton_ocr": (transformers.LightOnOcrConfig, transformers.LightOnOcrForConditionalGeneration, IN_TILES),
     **{
@@ -236,8 +242,8 @@ OF_IDEFICS = ("idefics3", "smolvlm")
 # Transformers' types.
 JOINED_TYPES = ("llava_next", "llava_onevision")
 WITH_PICTURES = (
-    *JOINED_TYPES,
-    *OF_COHERE, "mistral3", "gemma3", "gemma4", "gemma4_unified", "internvl", "lighton_ocr", "llava", *OF_IDEFICS,
+    *JOINED_TYPES, *OF_COHERE, *OF_IDEFICS,
+    "gemma3", "gemma4", "gemma4_unified", "internvl", "lfm2_vl", "lighton_ocr", "llava", "mistral3",
 )  # fmt: skip
 OF_CLIP = ("llava", "llava_mistral", "llava_qwen2")
 WITH_TILES = tuple(OF_TILES)
@@ -308,6 +314,10 @@ TOWERS: dict[str, dict[str, Any]] = {
         }
         for kind in OF_GEMMA4
     },
+    "lfm2_vl": {
+        "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 2,
+        "patch_size": 4, "num_patches": 25, "vision_use_head": False,
+    },
     "gemma4_unified": {
         "mm_embed_dim": 24, "output_proj_dims": 24, "mm_posemb_size": 32, "patch_size": 2, "pooling_kernel_size": 2,
     },
@@ -366,6 +376,8 @@ def make_model(folder: Path, kind: str = "qwen3_vl", *, seed: int = 0, **text_ch
     if kind in WITH_JOINED:
         ids = {"image_token_index": IMAGE, "image_grid_pinpoints": RESOLUTIONS}
         ids |= {"vision_aspect_ratio": "anyres_max_2"} if kind == "llava_onevision" else {}
+    if kind == "lfm2_vl":
+        ids = {"image_token_id": IMAGE, "projector_hidden_size": 44}
     if kind in OF_IDEFICS:
         ids = {"image_token_id": IMAGE, "scale_factor": 2}
     if kind == "exaone4_5":
@@ -558,6 +570,8 @@ def pictures(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
         return places_of(media, 3 if model.config.model_type == "gemma4" else 1)
     if model.config.model_type == "paddleocr_vl":
         return line_by_line(model, media)
+    if model.config.model_type == "lfm2_vl":
+        return spatial(model, media)
     if model.config.model_type in JOINED_TYPES:
         return tiles_of(model, media)
     patches = torch.split(normalized(model, media), [item.num_patches for item in media])
@@ -580,6 +594,18 @@ def line_by_line(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
         for item, of_image in zip(media, patches, strict=True)
     ]
     return {"pixel_values": torch.cat(lines), "image_grid_thw": torch.tensor([item.grid for item in media])}
+
+
+def spatial(model: Any, media: Sequence[MediaItem]) -> dict[str, Any]:
+    """What LFM2-VL takes of images: padded patches line by line, whose numbers lie pixel by pixel, and their lines."""
+    lines = [torch.tensor(()) for _ in media]
+    for number, item in enumerate(media):
+        squares = normalized(model, [item]).reshape(item.grid[1] // 2, item.grid[2] // 2, 2, 2, 3, 16)
+        lines[number] = squares.permute(0, 2, 1, 3, 5, 4).reshape(item.num_patches, -1)
+    pixels = torch.nn.utils.rnn.pad_sequence(lines, batch_first=True)
+    mask = torch.arange(pixels.shape[1])[None] < torch.tensor([[item.num_patches] for item in media])
+    shapes = torch.tensor([item.grid[1:] for item in media])
+    return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask.int()}
 
 
 def places_of(media: Sequence[MediaItem], merge: int) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from jaxsgl.requests.media import Grid, MediaItem, Tiling, patches_of
 
 # How patches have learned positions, if they have any: between those of a square that is spread over the image, corners
 # on corners; the same with edges on edges; that by cubics; or those of rows and of columns.
-Positions: TypeAlias = Literal["square", "edges", "cubic", "axes"]
-NUM_TAPS: dict[Positions, int] = {"square": 4, "edges": 4, "cubic": 16, "axes": 4}
+Positions: TypeAlias = Literal["square", "edges", "cubic", "axes", "blurred"]
+NUM_TAPS: dict[Positions, int] = {"square": 4, "edges": 4, "cubic": 16, "axes": 4}  # others have the table's side
 CUBIC = -0.75  # the slope that cubics have one position away from their own
 MIN_CALL_PATCHES = 256  # of the smallest call of the tower
 SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
@@ -59,7 +59,7 @@ class TowerShape:
     @property
     def num_columns(self) -> int:
         """Columns of `EncodeInputs.columns`."""
-        return 2 + 2 * NUM_TAPS[self.positions] + 2
+        return 2 + 2 * NUM_TAPS.get(self.positions, self.table_side) + 2
 
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become at most: each line of a tile may be ended by one more."""
@@ -331,6 +331,25 @@ def _taps_by_axis(row: Places, column: Places, grid: Grid, side: int) -> IntArra
     return np.concatenate([taps.astype(np.int32), weights.view(np.int32)], axis=1)
 
 
+def _blurred(row: Places, column: Places, grid: Grid, side: int) -> IntArray:
+    """`[n, 2 side]`: the bits of the weights of all rows of the table, and of all columns, whose products count.
+
+    As PyTorch's bilinear `interpolate` with `antialias` has them.
+    """
+    axes = zip((row, column), grid[1:], strict=True)
+    return np.concatenate([_blurred_axis(count, side)[at] for at, count in axes], axis=1).view(np.int32)
+
+
+def _blurred_axis(count: int, side: int) -> Floats:
+    """`[count, side]` weights of an axis of `side` in each of `count` even places."""
+    scale = side / count
+    reach = max(scale, 1.0)  # on either side
+    centres = scale * (np.arange(count) + 0.5)
+    far = np.abs(np.arange(side) + 0.5 - centres[:, None]) / reach
+    weights = np.maximum(1 - far, 0)
+    return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
 Places: TypeAlias = npt.NDArray[np.intp]
 Floats: TypeAlias = npt.NDArray[np.float32]
 _TAPS: dict[Positions, Callable[[Places, Places, Grid, int], IntArray]] = {
@@ -338,6 +357,7 @@ _TAPS: dict[Positions, Callable[[Places, Places, Grid, int], IntArray]] = {
     "edges": _taps_by_edges,
     "cubic": _cubic_taps,
     "axes": _taps_by_axis,
+    "blurred": _blurred,
 }
 
 

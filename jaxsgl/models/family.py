@@ -31,7 +31,7 @@ Merging: TypeAlias = Literal[
     "mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved", "normed"
 ]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
-Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes"]
+Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes", "blurred"]
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]
@@ -125,7 +125,9 @@ class VisionFamily:
       feature_layer: the layer whose output the model reads, where the key `vision_feature_layer` beside the tower's
         object is missing: -1 for the last one, -2 for the one before it. None: there is no key, and it is the last.
       out_size_told: of "mlp" and "gated", that the tower's object says the decoder's size.
-      merger_norm: of "halved", that the norm is there.
+      merger_norm: of "halved" and "square", that the norm is there.
+      merger_norm_key: the key beside the tower's object that says it; None: it holds as told here.
+      merger_ffn_beside: the key there of the F of "halved" and "square"; None: it follows from other sizes.
       merger_eps: see `VisionArch`; None: it follows from the merger.
       required, required_beside: what keys of the tower's object, and those beside it, must say, where they are there,
         since nothing else is built; a list of that one value will do, too.
@@ -177,6 +179,8 @@ class VisionFamily:
     feature_layer: int | None = None
     out_size_told: bool = True
     merger_norm: bool = True
+    merger_norm_key: str | None = None
+    merger_ffn_beside: str | None = None
     merger_eps: float | None = None
     turns: bool = True
     has_lines: bool = False

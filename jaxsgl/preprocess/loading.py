@@ -20,7 +20,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import KIND_NAMES, Movie, is_movie
-from jaxsgl.preprocess.patches import Pixels, cut, frame_size, joined_tiles, patches_of_frames, view_sizes
+from jaxsgl.preprocess.patches import Pixels, cut, cut_views, frame_size, joined_tiles, patches_of_frames, view_sizes
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
@@ -112,9 +112,10 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
     del picture
     with bounds.room.taken(num_bytes, name):
         views = _scaled(file.content, bounds, sizes_of, name, settings)
-        tiles = [tile for view in views for tile in cut(view, settings)]
+        tiles = cut_views(views, settings)
         parts = tuple(_part([tile], settings, settings.image) for tile in tiles)
-    columns = views[0].shape[1] // settings.fixed_side if settings.fixed_side and settings.tile_words else 0
+    side = settings.fixed_side or settings.tile_side
+    columns = max(views[0].shape[1] // side, 1) if side and settings.tile_words else 0
     return Visual(parts, is_video=False, columns=columns)
 
 

@@ -147,8 +147,36 @@ def view_sizes(height: int, width: int, settings: ProcessorSettings, max_pixels:
     if side is not None and settings.tiles_longest is not None:
         sizes = tiled_sizes(height, width, side, settings.tiles_longest)
         return sizes if sizes[1] == (side, side) else [*sizes, (side, side)]
+    if settings.tile_side is not None:
+        return _large_sizes(height, width, settings, max_pixels)
     size = image_size(height, width, settings, max_pixels)
     return [size] if side is None or settings.crops or size == (side, side) else [size, (side, side)]
+
+
+def _large_sizes(height: int, width: int, settings: ProcessorSettings, max_pixels: int) -> list[tuple[int, int]]:
+    """Those of `tile_side`: of all tiles, if the picture is large, and of what shows it whole."""
+    _check_ratio(height, width)
+    assert settings.tile_side is not None and settings.tiles is not None
+    unit, limits = settings.unit, settings.image
+    h, w = (_nearest(side, unit) for side in (height, width))
+    most = min(limits.max_pixels, max_pixels)
+    whole = max(h, unit), max(w, unit)
+    if math.prod(whole) > most:
+        whole = _shrunk(height, width, unit, math.sqrt(height * width / most))
+    elif math.prod(whole) < limits.min_pixels:
+        whole = _grown(height, width, unit, math.sqrt(limits.min_pixels / (height * width)))
+    if max(h, settings.patch_size) * max(w, settings.patch_size) <= 2 * limits.max_pixels:
+        return [whole]
+    rows, columns = _tiling(height, width, settings.tile_side, *settings.tiles)
+    return [(rows * settings.tile_side, columns * settings.tile_side), whole]
+
+
+def cut_views(views: Sequence[Pixels], settings: ProcessorSettings) -> list[Pixels]:
+    """Returns what is seen of a picture that is scaled to each of `view_sizes`."""
+    if settings.tile_side is None:
+        return [tile for view in views for tile in cut(view, settings)]
+    *large, whole = views
+    return [*(tile for view in large for tile in _squares(view, settings.tile_side)), whole]
 
 
 def cut(pixels: Pixels, settings: ProcessorSettings) -> list[Pixels]:
@@ -160,6 +188,12 @@ def cut(pixels: Pixels, settings: ProcessorSettings) -> list[Pixels]:
     if settings.crops:
         top, left = (height - side) // 2, (width - side) // 2
         return [pixels[top : top + side, left : left + side]]
+    return _squares(pixels, side)
+
+
+def _squares(pixels: Pixels, side: int) -> list[Pixels]:
+    """Those of a picture, line by line."""
+    height, width, _ = pixels.shape
     return [
         pixels[top : top + side, left : left + side] for top in range(0, height, side) for left in range(0, width, side)
     ]

@@ -95,6 +95,9 @@ class ProcessorSettings:
         they are several. None: it isn't cut.
       tiles_fit: the least and the most squares are those that scale a picture up least, or down, if all do; else those
         whose ratio is nearest to its own count.
+      tile_side: a picture of more pixels than twice those of `image` is cut into tiles of so many along each side, as
+        many as `tiles` says; one more shows it whole, scaled as a smaller picture. Sides have a token at least. None:
+        tiles have `fixed_side`.
       tiles_longest: the longer side is scaled to so many pixels, and both then to multiples of `fixed_side`, which are
         cut into tiles; one more shows what was cut. None: tiles are as `tiles` says.
       tile_words: what is written around tiles; None: nothing is.
@@ -145,6 +148,7 @@ class ProcessorSettings:
     crops: bool = False
     tiles: tuple[int, int] | None = None
     tiles_fit: bool = False
+    tile_side: int | None = None
     tiles_longest: int | None = None
     tile_words: TileWords | None = None
     resolutions: tuple[tuple[int, int], ...] | None = None
@@ -275,6 +279,9 @@ _JOINED = {
     ),
 }
 _ASPECT = "anyres_max_9"
+_LFM2_VL_WORDS = TileWords(
+    "<|img_row_{row}_col_{column}|>", "", "<|img_thumbnail|>", "", "<|image_end|>", start="<|image_start|>"
+)
 _GLM4V = _OfModel(14, (12544, 11_760_000), (12544, 47_040_000), *_CLIP)
 # What config.json leaves out: the token of images, before that of videos, and what begins an image, before its end.
 _GLM4V_TOKENS = {
@@ -309,6 +316,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         return _of_aya_vision(folder, config, vision, image, both)
     if config.get("model_type") == "cohere2_vision":
         return _of_cohere2_vision(folder, config, vision, image)
+    if config.get("model_type") in ("lfm2_vl", "lfm2-vl"):
+        return _of_lfm2_vl(folder, config, vision, image)
     if config.get("model_type") in ("idefics3", "smolvlm"):
         return _of_idefics3(folder, config, vision, image, both)
     if config.get("model_type") == "llava":
@@ -554,6 +563,43 @@ def _of_cohere2_vision(
             tiles=(1, int(image.get("max_patches") or 12)),
             tiles_fit=True,
             tile_words=TileWords("", "", "", "", end or "", start or "", placeholder, after or ""),
+            takes_pixels=False,
+        )
+
+
+def _of_lfm2_vl(
+    folder: Path, config: dict[str, Any], vision: dict[str, Any], image: dict[str, Any]
+) -> ProcessorSettings:
+    """Pictures alone, of any size; large ones are cut into tiles, whose places are told in words."""
+    patch_size, merge_size = vision.get("patch_size", 16), config.get("downsample_factor", 2)
+    expected = {
+        "downsample_factor": merge_size,
+        "encoder_patch_size": patch_size,
+        "max_pixels_tolerance": 2.0,
+        "resample": BILINEAR,
+        "use_thumbnail": True,
+        "do_image_splitting": True,
+    }
+    _check_processor(folder / _IMAGE_FILE, image, expected)
+    with _understood(folder):
+        square = (patch_size * merge_size) ** 2
+        mean, std = (tuple(map(float, image.get(f"image_{of}") or _HALF)) for of in ("mean", "std"))
+        least, most = (int(image.get(f"{of}_image_tokens") or usual) for of, usual in (("min", 64), ("max", 256)))
+        pixels = PixelSettings(least * square, most * square, mean, std)
+        return ProcessorSettings(
+            patch_size=patch_size,
+            temporal_patch_size=1,
+            merge_size=merge_size,
+            image=pixels,
+            video=pixels,
+            image_token_id=config.get("image_token_id", 396),
+            video_token_id=-1,
+            vision_start_token_id=-1,
+            vision_end_token_id=-1,
+            tiles=(int(image.get("min_tiles") or 2), int(image.get("max_tiles") or 10)),
+            tile_side=int(image.get("tile_size") or 512),
+            tile_words=_LFM2_VL_WORDS,
+            resample=BILINEAR,
             takes_pixels=False,
         )
 

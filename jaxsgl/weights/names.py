@@ -615,6 +615,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": _LFM2,
+    "Lfm2VlForConditionalGeneration": _LFM2,
     "Lfm3ForCausalLM": _LFM3,
     "NemotronHForCausalLM": _NEMOTRON_H,
     "JambaForCausalLM": _JAMBA,

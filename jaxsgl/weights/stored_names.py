@@ -31,6 +31,7 @@ _BESIDE_TOWER = {
     "Kimi_K25ForConditionalGeneration": ("model.vision_tower.", "model.mm_projector."),
     "AyaVisionForConditionalGeneration": _PROJECTED_TOWER,
     "Cohere2VisionForConditionalGeneration": _PROJECTED_TOWER,
+    "Lfm2VlForConditionalGeneration": _PROJECTED_TOWER,
     "Gemma3ForConditionalGeneration": _PROJECTED_TOWER,
     **dict.fromkeys(
         (f"{name}ForConditionalGeneration" for name in ("Mistral3", "Ministral3", "Mistral4")), _PROJECTED_TOWER

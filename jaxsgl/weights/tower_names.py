@@ -132,6 +132,12 @@ _AYA = _GEMMA3 | {
     "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("VU", "VW")),
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "VUH")),
 }
+_LFM2_VL = _GEMMA3 | {
+    "patches": _Of((_SIGLIP + "embeddings.patch_embedding",), ("VM", "VC"), pieces.patches_by_pixel),
+    "merger.norm": _Of((_PROJECTOR + "layer_norm",), ("VW",)),
+    "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("VU", "VW")),
+    "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "VU")),
+}
 _IDEFICS3 = {
     parameter: of._replace(names=tuple(name.replace(_SIGLIP, "model.vision_model.") for name in of.names))
     for parameter, of in _GEMMA3.items()
@@ -219,6 +225,7 @@ _TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     **{f"{name}ForConditionalGeneration": _MISTRAL3 for name in ("Mistral3", "Ministral3", "Mistral4")},
     **dict.fromkeys(INTERNVL, _INTERNVL),
+    "Lfm2VlForConditionalGeneration": _LFM2_VL,
     "LightOnOcrForConditionalGeneration": _LIGHT_ON_OCR,
     "PaddleOCRVLForConditionalGeneration": _PADDLE_OCR,
     "Idefics3ForConditionalGeneration": _IDEFICS3,
@@ -233,7 +240,10 @@ _TOWERS = {
 # A norm of what such models don't read, and a constant.
 _UNREAD = ("post_layernorm.weight", "post_layernorm.bias", "embeddings.position_ids")
 # PaddleOCR-VL's head, which is SigLIP's, and what older code of it reads.
-_UNREAD_PARTS = tuple(f"{_VISUAL}vision_model.{part}." for part in ("head", "embeddings.packing_position_embedding"))
+_UNREAD_PARTS = (
+    *(f"{_VISUAL}vision_model.{part}." for part in ("head", "embeddings.packing_position_embedding")),
+    f"{_TOWER}head.",  # SigLIP 2's
+)
 _NUMBERED = re.compile(r"model\.vision_\w+\.(?:encoder|transformer)\.layers\.(\d+)\.")
 
 

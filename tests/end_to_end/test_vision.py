@@ -78,12 +78,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def mixture(kind: str) -> list[Request]:
-    """24 requests with 0 to 4 images of odd sizes, and a video."""
+    """24 requests with 0 to 4 images of odd sizes, and a video, if the model takes any."""
     rng = np.random.default_rng(7)
     requests = []
     for number in range(23):
         grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(number % 5)]
-        requests.append(request(str(number), grids, number))
+        requests.append(request(str(number), grids, number, frames=1 if kind == "lfm2_vl" else 2))
+    if kind == "lfm2_vl":
+        return requests
     frames = [(1, 6, 4)] * (3 if kind in APART else 4)
     of_kind: dict[str, Any] = {"as_images": True} if kind in OF_GLM else {"is_video": True, "apart": APART.get(kind)}
     return [*requests, request("video", frames, 99, **of_kind)]

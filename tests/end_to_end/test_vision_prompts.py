@@ -28,6 +28,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
@@ -318,6 +319,50 @@ def test_pictures_of_command_a_vision_give_transformers_tokens(tmp_path: Path) -
         (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
         assert answer.prompt_tokens == len(prompt)
         assert list(answer.token_ids) == greedy(model, prompt, media, has_types=False)
+    llm.close()
+
+
+def patches_by_pixel(given: list[Image.Image]) -> dict[str, Any]:
+    """What LFM2-VL takes of scaled pictures: an own reading of its image processor, which needs torchvision."""
+    pixels, shapes = [], []
+    for each in given:
+        values = (np.asarray(each).astype(np.float32) / 255 - np.float32(0.5)) / np.float32(0.5)
+        h, w = values.shape[0] // 4, values.shape[1] // 4
+        pixels.append(torch.tensor(values.reshape(h, 4, w, 4, 3).transpose(0, 2, 1, 3, 4).reshape(h * w, 48)))
+        shapes.append((h, w))
+    mask = [torch.ones(len(each), dtype=torch.int32) for each in pixels]
+    pad = torch.nn.utils.rnn.pad_sequence
+    of_all = {"pixel_values": pad(pixels, batch_first=True), "pixel_attention_mask": pad(mask, batch_first=True)}
+    return of_all | {"spatial_shapes": torch.tensor(shapes)}
+
+
+def test_pictures_of_lfm2_vl_give_transformers_tokens(tmp_path: Path) -> None:
+    """One in two tiles, whose places are told in words, and whole; and one whole alone."""
+    model = make_model(tmp_path, "lfm2_vl")
+    words = ["<|img_row_1_col_1|>", "<|img_row_1_col_2|>", "<|img_thumbnail|>"]
+    ends = {IMAGE: "<image>", START: "<|image_start|>", END: "<|image_end|>"}
+    write_words(tmp_path, ends | {90 + i: word for i, word in enumerate(words)})
+    told = {"min_image_tokens": 4, "max_image_tokens": 16, "tile_size": 32, "max_tiles": 4, "encoder_patch_size": 4}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(told))
+    given = [picture(100, 42), picture(20, 24, seed=1)]
+    wide = given[0].resize((64, 32), Image.Resampling.BILINEAR)
+    seen = [wide.crop((x, 0, x + 32, 32)) for x in (0, 32)]
+    seen += [given[0].resize((48, 16), Image.Resampling.BILINEAR), given[1].resize((16, 24), Image.Resampling.BILINEAR)]
+    writer = SimpleNamespace(
+        image_token="<image>", image_start_token=ends[START], image_end_token=ends[END], image_thumbnail_token=words[2]
+    )
+    first, second = (
+        Lfm2VlProcessor._build_image_tokens(writer, *sizes, use_thumbnail=True, use_image_special_tokens=True)
+        for sizes in ((1, 2, 16, 12), (1, 1, 16, 6))
+    )
+    prompt = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(f"11 {first} 23 {second}").ids
+    assert prompt.count(IMAGE) == 2 * 16 + 12 + 6 and {90, 91, 92} <= {*prompt}
+    llm = jaxsgl.LLM(str(tmp_path), **SIZES | {"page_size": 64, "max_total_tokens": 1024})
+    data = {"image": [file_of(each) for each in given]}
+    for form in ({"prompt": "11 <image> 23 <image>"}, {"prompt_token_ids": [11, IMAGE, 23, IMAGE]}):
+        (answer,) = llm.generate({**form, "multi_modal_data": data}, GREEDY, use_tqdm=False)
+        assert answer.prompt_tokens == len(prompt)
+        assert list(answer.token_ids) == greedy(model, prompt, patches_by_pixel(seen), has_types=False)
     llm.close()
 
 

@@ -17,7 +17,12 @@ pytestmark = pytest.mark.device
 
 MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("MambaForCausalLM", {"state_size": 16}, "no family of its form has layers with a state-space model (Mamba)", None),
-    ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3}, "no family of its form has short", "Lfm2MoeForCausalLM"),
+    (
+        "Lfm2AudioForConditionalGeneration",
+        {"conv_L_cache": 3},
+        "no family of its form has short",
+        "Lfm2VlForConditionalGeneration",
+    ),
     ("DeepseekV33ForCausalLM", {"index_topk": 9}, "no family of its form has sparse", "DeepseekV32ForCausalLM"),
     ("Llama5ForCausalLM", {"attention_chunk_size": 8192}, "no family of its form has attention", "Llama4ForCausalLM"),
     (

@@ -53,7 +53,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
     "kind",
     [
         "aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4", "gemma4_small", "gemma4_unified", "glm4v",
-        "glm4v_moe", "glm_ocr", "idefics3", "internvl", "internvl_moe", "lighton_ocr", "llava", "llava_next",
+        "glm4v_moe", "glm_ocr", "idefics3", "internvl", "internvl_moe", "lfm2_vl", "lighton_ocr", "llava", "llava_next",
         "llava_onevision", "mistral", "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
         "qwen3_vl_moe", "qwen3_5",
     ],

@@ -37,7 +37,7 @@ from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.patches import view_sizes
 from jaxsgl.preprocess.pictures import open_picture
 from jaxsgl.preprocess.placeholders import Part
-from jaxsgl.preprocess.settings import ProcessorSettings
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
 from tests.grids import daily
 from tests.preprocess.pictures import (
@@ -47,6 +47,7 @@ from tests.preprocess.pictures import (
     JOINED,
     LIFTED,
     OLDER,
+    PIXELS,
     SETTINGS,
     SHRUNK,
     SMALL,
@@ -312,6 +313,39 @@ def test_tiles_of_command_a_vision_scale_a_picture_least(width: int, height: int
     for part, tile in zip(visual.parts, tiles, strict=True):
         squares = np.asarray(tile).reshape(16, 2, 16, 16, 2, 16, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         assert part.pixels == squares.tobytes()
+
+
+BY_SIZE = replace(TOLD_TILES, fixed_side=None, tiles_longest=None, patch_size=16, merge_size=2, tiles=(2, 10),
+                  tile_side=512, image=PixelSettings(65_536, 262_144, PIXELS.mean, PIXELS.std), resample=2)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "columns", "rows", "whole"),
+    [
+        (512, 512, 0, 0, (512, 512)),
+        (10, 10, 0, 0, (256, 256)),
+        (3000, 20, 0, 0, (3008, 32)),
+        (700, 700, 0, 0, (512, 512)),  # not more than twice as many pixels as one may have
+        (800, 700, 2, 2, (544, 448)),
+        (1600, 900, 4, 2, (672, 384)),
+        (900, 2600, 1, 3, (288, 864)),
+    ],
+)
+def test_tiles_of_lfm2_vl_follow_from_the_size(
+    width: int, height: int, columns: int, rows: int, whole: tuple[int, int]
+) -> None:
+    """By an own reading of its processor, which needs torchvision: here Pillow scales."""
+    given = picture(width, height)
+    (visual,) = load([ImageFile(given)], BY_SIZE, BOUNDS)
+    way = Image.Resampling.BILINEAR
+    large = given.resize((512 * columns, 512 * rows), way) if columns else given
+    boxes = [(512 * (i % columns), 512 * (i // columns)) for i in range(columns * rows)]
+    seen = [*(large.crop((x, y, x + 512, y + 512)) for x, y in boxes), given.resize(whole, way)]
+    assert len(visual.parts) == len(seen) and visual.columns == (columns or max(whole[0] // 512, 1))
+    for part, view in zip(visual.parts, seen, strict=True):
+        w, h = view.size
+        squares = np.asarray(view).reshape(h // 32, 2, 16, w // 32, 2, 16, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        assert part.grid == (1, h // 16, w // 16) and part.pixels == squares.tobytes()
 
 
 def test_joined_tiles_are_fewer_where_a_picture_may_have_fewer_patches() -> None:

@@ -407,6 +407,20 @@ def test_the_files_of_command_a_vision_are_understood(tmp_path: Path) -> None:
         load_settings(write(tmp_path, config=config, preprocessor_config=image | {"patch_size": 14}))
 
 
+def test_the_files_of_lfm2_vl_are_understood(tmp_path: Path) -> None:
+    config = {"model_type": "lfm2_vl", "downsample_factor": 2, "vision_config": {"patch_size": 16}}
+    image = {
+        "downsample_factor": 2, "encoder_patch_size": 16, "max_image_tokens": 128, "max_tiles": 6, "resample": 2,
+        "max_pixels_tolerance": 2.0, "tile_size": 512, "use_thumbnail": True, "image_mean": [0.5] * 3,
+    }  # fmt: skip
+    found = load_settings(write(tmp_path, config=config, preprocessor_config=image))
+    assert found is not None and (found.tile_side, found.tiles, found.resample) == (512, (2, 6), 2)
+    assert found.image == PixelSettings(64 * 1024, 128 * 1024, (0.5,) * 3, (0.5,) * 3)
+    assert found.tile_words is not None and found.tile_words.start == "<|image_start|>"
+    with pytest.raises(CheckpointError, match="use_thumbnail is False, but only True"):
+        load_settings(write(tmp_path, config=config, preprocessor_config=image | {"use_thumbnail": False}))
+
+
 LLAVA = {
     "model_type": "llava", "image_token_index": 32000,
     "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},

@@ -32,6 +32,7 @@ FAMILIES: dict[str, Family] = {
 BY_TOWER: dict[str, dict[str, str]] = {
     "AyaVisionForConditionalGeneration": {"siglip_vision_model": "AyaVisionForConditionalGeneration"},
     "Cohere2VisionForConditionalGeneration": {"siglip_vision_model": "Cohere2VisionForConditionalGeneration"},
+    "Lfm2VlForConditionalGeneration": {"siglip2_vision_model": "Lfm2VlForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"pixtral": "LightOnOcrForConditionalGeneration"},
     "LlavaForConditionalGeneration": LLAVA_BY_TOWER,
     "LlavaNextForConditionalGeneration": {"clip_vision_model": "LlavaNextForConditionalGeneration"},
@@ -52,6 +53,7 @@ BY_DECODER: dict[str, dict[str, str]] = {
     "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2VisionForConditionalGeneration"},
     "Idefics3ForConditionalGeneration": {"llama": "Idefics3ForConditionalGeneration"},
     "SmolVLMForConditionalGeneration": {"llama": "SmolVLMForConditionalGeneration"},
+    "Lfm2VlForConditionalGeneration": {"lfm2": "Lfm2VlForConditionalGeneration"},
     "LightOnOcrForConditionalGeneration": {"qwen3": "LightOnOcrForConditionalGeneration"},
     **LLAVA_BY_DECODER,
 }

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from jaxsgl.models.families.dense import GRANITE
 from jaxsgl.models.families.mixtures import DEEPSEEK_MOE, GRANITE_MOE, GRANITE_MOE_DEFAULTS
-from jaxsgl.models.families.towers import QWEN3_5_TOWER
+from jaxsgl.models.families.towers import LFM2_VL_TOWER, QWEN3_5_TOWER
 from jaxsgl.models.family import Family, MoeFamily
 
 # What LFM2, dense and with experts, has in common.
@@ -45,6 +45,24 @@ _LFM2 = Family(
         }
     ),
 )
+
+# What LFM2-VL's configurations say of its processor, and of what it doesn't read.
+_LFM2_VL_PROCESSOR = {
+    "do_image_splitting",
+    "encoder_patch_size",
+    "max_image_tokens",
+    "max_num_patches",
+    "max_pixels_tolerance",
+    "max_tiles",
+    "min_image_tokens",
+    "min_tiles",
+    "tile_size",
+    "use_image_special_tokens",
+    "use_thumbnail",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "vision_use_head",
+}
 
 _LFM3 = replace(
     _LFM2,
@@ -336,6 +354,13 @@ RECURRENT: dict[str, Family] = {
             "use_expert_bias": True,
             "norm_topk_prob": True,
         },
+    ),
+    "Lfm2VlForConditionalGeneration": replace(
+        _LFM2,
+        section="text_config",
+        ties_whole=True,
+        vision=LFM2_VL_TOWER,
+        ignored=_LFM2.ignored | _LFM2_VL_PROCESSOR,
     ),
     "Lfm3ForCausalLM": _LFM3,
     "Qwen3NextForCausalLM": replace(

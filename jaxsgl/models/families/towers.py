@@ -231,6 +231,7 @@ AYA_TOWER = replace(
     image_token_id=255_036,
     last_norm=False,
     merger="halved",
+    merger_ffn_beside="alignment_intermediate_size",
     feature_layer=-1,
     ahead="nowhere",
     mean=_CLIP_MEAN,
@@ -248,6 +249,38 @@ COHERE2_VISION_TOWER = replace(
     required_beside={},
     defaults_beside={"alignment_intermediate_size": 36_864},
     defaults={**AYA_TOWER.defaults, "hidden_size": 1152, "image_size": 512, "num_hidden_layers": 27},
+)
+
+# LFM2-VL's, SigLIP 2's (arXiv 2502.14786) for pictures of any size.
+LFM2_VL_TOWER = VisionFamily(
+    396,
+    None,
+    deepstack_layers=None,
+    sections=None,
+    last_norm=True,
+    positions="blurred",
+    merger="square",
+    merger_norm_key="projector_use_layernorm",
+    merger_ffn_beside="projector_hidden_size",
+    turns=False,
+    frames=1,
+    required_beside={"projector_hidden_act": "gelu", "projector_bias": True},
+    defaults_beside={"projector_hidden_size": 2560},
+    keys={
+        "depth": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "in_channels": "num_channels",
+        "spatial_merge_size": "downsample_factor",
+        "num_position_embeddings": "num_patches",
+    },
+    defaults={
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "patch_size": 16,
+        "num_patches": 256,
+    },
 )
 
 # LLaVA-NeXT's and LLaVA-OneVision's, CLIP's and SigLIP's: a picture's tiles are joined.

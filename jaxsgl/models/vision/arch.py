@@ -28,7 +28,7 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, Command A Vision, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, Command A Vision, LFM2-VL, or InternVL.
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F. Without layers N and F mean nothing.
@@ -39,8 +39,8 @@ class VisionArch:
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image; 0: patches have none.
       positions: how patches have them: "square", between those of a square that is spread over the image, corners on
-        corners; "edges", the same with edges on edges; "cubic", that by cubics; "axes", the sum of that of the column
-        and that of the row.
+        corners; "edges", the same with edges on edges; "blurred", that where fewer patches blur the square; "cubic",
+        that by cubics; "axes", the sum of that of the column and that of the row.
       deepstack_layers: layers whose outputs become embeddings, too; the j-th is added behind the decoder's layer j.
       activation: of the MLPs.
       gated: MLPs have a gate next to what they go through.
@@ -68,8 +68,8 @@ class VisionArch:
         the second a norm and GELU after it; ("product") a product alone; or ("square") a norm of all numbers of the
         square, and an MLP whose width is D, as that of "plain" is; ("halved") that norm, and an MLP of which the second
         half is the gate; or ("normed") a norm without scales, and a product.
-      merger_norm: of "halved", that the norm is there.
-      merger_ffn_size: F of an MLP with gates, both halves together; 0: it follows from other sizes.
+      merger_norm: of "halved" and "square", that the norm is there.
+      merger_ffn_size: F of the MLP, of one with gates both halves together; 0: it follows from other sizes.
       centred: what the merger makes loses its mean, which norms of the decoder would take away.
       standardizes: that mean has a shift and a factor, both learned.
       image_side: patches along the sides of an image, which has just so many; 0: images have any size.
@@ -212,8 +212,9 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
     elif family.merger == "plain" or family.encoder_free:
         merge_size = 1
     else:
-        beside = whole if family.merger in ("projected", "product", "halved") else config
-        merge_size = beside.count(family.keys.get("spatial_merge_size", "spatial_merge_size"), 2)
+        merge_key = family.keys.get("spatial_merge_size", "spatial_merge_size")
+        is_beside = family.merger == "projected" or merge_key in ("scale_factor", "downsample_factor")
+        merge_size = (whole if is_beside else config).count(merge_key, 2)
     window = _read_window(config, patch_size * merge_size) if family.windows else 0
     arch = VisionArch(
         num_layers=_read_num_layers(whole, family, depth),
@@ -256,7 +257,8 @@ def read_vision(whole: ConfigFile, family: VisionFamily, hidden_size: int, rms_n
         rope_alternates=family.rope_alternates,
         turns=family.turns,
         merger=family.merger,
-        merger_norm=family.merger_norm,
+        merger_norm=family.merger_norm
+        and (family.merger_norm_key is None or bool(whole.get(family.merger_norm_key, True))),
         merger_ffn_size=_read_merger_ffn(whole, config, family, hidden_size),
         standardizes=family.merger == "scaled" and bool(config.get("standardize", False)),
         image_side=image_side,
@@ -304,8 +306,8 @@ def _merger_eps(
 
 
 def _read_merger_ffn(whole: ConfigFile, config: ConfigFile, family: VisionFamily, hidden_size: int) -> int:
-    if family.merger == "halved":
-        return whole.count("alignment_intermediate_size", hidden_size)
+    if family.merger_ffn_beside is not None:
+        return whole.count(family.merger_ffn_beside, hidden_size)
     if family.merger != "gated":
         return 0
     return hidden_size * CHANNELS if family.merger_ffn_key is None else config.count(family.merger_ffn_key)
@@ -404,9 +406,10 @@ def _read_table_side(config: ConfigFile, family: VisionFamily) -> int:
         return config.count(family.keys.get("position_embedding_size", "position_embedding_size"))
     if family.positions in ("edges", "cubic"):
         return config.count("image_size") // config.count("patch_size")
-    side = math.isqrt(positions := config.count("num_position_embeddings", 2304))
+    key = family.keys.get("num_position_embeddings", "num_position_embeddings")
+    side = math.isqrt(positions := config.count(key, 2304))
     if side * side != positions:
-        raise CheckpointError(f"{config.path}: vision_config.num_position_embeddings is {positions}, not a square")
+        raise CheckpointError(f"{config.path}: vision_config.{key} is {positions}, not a square")
     return side
 
 

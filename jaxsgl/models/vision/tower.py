@@ -38,7 +38,8 @@ class Patches(NamedTuple):
       pixels: `[P, C]` uint8.
       places: `[P, 2]` int32, row and column in the image.
       taps: `[P, 4]` int32, learned positions around the patch; `[P, 16]` for cubics.
-      weights: the same in float32, of the taps.
+      weights: the same in float32, of the taps. Where positions are "blurred", `taps` has the bits of weights of rows,
+        `[P, side]`, and this one those of columns.
       windows: `[P]` int32, which window of all images; of towers without windows it means nothing.
       segments: `[P]` int32, which image; -1 for padding, here and above.
     """
@@ -262,6 +263,11 @@ class Tower(Matrices):
         if not arch.table_side:
             return x_PM
         table = _array(self, "positions")
+        if arch.positions == "blurred":
+            of_rows = jax.lax.bitcast_convert_type(patches.taps, jnp.float32)
+            shares = (of_rows[:, :, None] * patches.weights[:, None, :]).reshape(len(x_PM), -1)
+            blurred = jnp.dot(shares, table.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+            return x_PM + blurred.astype(x_PM.dtype)
         learned = jnp.zeros(x_PM.shape, jnp.float32)
         for tap in range(patches.taps.shape[1]):  # one by one, so that no array of all of them stands in memory
             rows = table.at[patches.taps[:, tap]].get(mode="promise_in_bounds").astype(jnp.float32)
