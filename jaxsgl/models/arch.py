@@ -26,7 +26,7 @@ from jaxsgl.models.encoder import Encoder, read_second_after
 from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
 from jaxsgl.models.families import BY_DECODER, BY_TOWER, FAMILIES, TOLD_NAMES
 from jaxsgl.models.families.encoders import ENCODERS
-from jaxsgl.models.family import Family, NormPlaces, OutputGate, Parallel, QkNorm
+from jaxsgl.models.family import Family, GateFunction, NormPlaces, OutputGate, Parallel, QkNorm
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
 from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
 from jaxsgl.models.pooling import read_labels, read_pooling
@@ -98,7 +98,8 @@ class ModelArch:
       unit_factors: on gates and ups of dense MLPs; None: 1.
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
       value_dim: numbers of a value where these are fewer than of a key; the cache has H all the same. None: H.
-      output_gate: what attention's output has gates for, whose sigmoids multiply it; None: it has none.
+      output_gate: what attention's output has gates for, which multiply it; None: it has none.
+      gate_function: what is made of these gates first.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
       stored_format: how the checkpoint has quantized what has no format here: what makes keys and values of a latent,
@@ -168,6 +169,7 @@ class ModelArch:
     logits_cap: float | None = None
     value_dim: int | None = None
     output_gate: OutputGate | None = None
+    gate_function: GateFunction = "sigmoid"
     normalizes_values: bool = False
     layer_factors: bool = False
     layer_vocab_size: int = 0
@@ -295,7 +297,10 @@ class ModelArch:
         """The model as if all layers had these kv heads; None: those that layers have by default."""
         if heads is None:
             return self
-        return replace(self, num_kv_heads=heads.number, head_dim=heads.size, kv_copies=heads.copies)
+        num_heads = heads.queries or self.num_heads
+        return replace(
+            self, num_heads=num_heads, num_kv_heads=heads.number, head_dim=heads.size, kv_copies=heads.copies
+        )
 
     def with_heads_of(self, layer: LayerSpec) -> ModelArch:
         """The model as if all layers had the kv heads of this one, and turned them as it does, if it does."""
@@ -538,7 +543,8 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_cap=_read_cap(config, family.caps, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family.caps or family.caps_logits, "final_logit_softcapping"),
         value_dim=_read_value_dim(config, family, head_dim),
-        output_gate=family.output_gate if _holds(config, family.output_gate_key) else None,
+        gate_function=family.gate_function,
+        output_gate=_read_output_gate(config, family),
         head="none" if encoder is not None and head == "vocabulary" else head,
         vision=_read_vision(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
         next_layer=layers.next_spec,
@@ -709,6 +715,19 @@ def _read_attention_factor(config: ConfigFile, family: Family) -> float | None:
     else:
         return None
     return None if factor == 1 else factor
+
+
+_GATES: dict[str, OutputGate] = {"per-head": "head", "per-element": "number"}
+
+
+def _read_output_gate(config: ConfigFile, family: Family) -> OutputGate | None:
+    """That of the family, or the one that config.json names, if there is any."""
+    told = True if family.output_gate_key is None else config.get(family.output_gate_key, False)
+    if not isinstance(told, str):
+        return family.output_gate if told else None
+    if told not in _GATES:
+        raise CheckpointError(f"{config.path}: {family.output_gate_key} is {told}, but known are {', '.join(_GATES)}")
+    return _GATES[told]
 
 
 def _read_value_dim(config: ConfigFile, family: Family, head_dim: int) -> int | None:

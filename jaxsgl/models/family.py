@@ -35,6 +35,7 @@ Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes", "blur
 Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]
+GateFunction: TypeAlias = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,7 @@ class Family:
       window_before_key: the key of the window without the token itself, which holds if it is there.
       window_heads_key: the key of the number of kv heads of layers with windows, without which these have twice as many
         as others; None: all have equally many.
+      heads_of_layers: `num_attention_heads_per_layer` holds.
       narrow_values: `v_head_dim` holds (`ModelArch.value_dim`).
       scales_values: `attention_value_scale` holds.
       partial_rope: `partial_rotary_factor` says which part of a head is turned.
@@ -337,8 +339,8 @@ class Family:
       side_by_side: all layers keep a state, and attend to what it reads, too; what both make is added.
       mamba_keys: what keys of Mamba-2 are called, if not as in Granite 4.0, by their names there.
       blocks: a layer is a mixer or an MLP alone, as `layers_block_type` or `hybrid_override_pattern` says.
-      output_gate: see `ModelArch`.
-      output_gate_key: the key that says whether there is one; None: there is.
+      output_gate, gate_function: see `ModelArch`.
+      output_gate_key: the key that says whether there is one, or which; None: there is.
       next_layers_key: the key of the number of layers after the last one that predict further tokens; None: there are
         none, or they are left out.
       draft_head: the first of these is called `mtp`, not as a layer (`weights/stored_names.py`).
@@ -395,6 +397,7 @@ class Family:
     full_begins: bool = False
     window_before_key: str | None = None
     window_heads_key: str | None = None
+    heads_of_layers: bool = False
     narrow_values: bool = False
     scales_values: bool = False
     partial_rope: bool = False
@@ -432,6 +435,7 @@ class Family:
     mamba_keys: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = False
     output_gate: OutputGate | None = None
+    gate_function: GateFunction = "sigmoid"
     output_gate_key: str | None = None
     next_layers_key: str | None = None
     draft_head: bool = False

@@ -80,7 +80,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
         raise CheckpointError(f"{config.path}: llama_4_scaling_beta needs q_lora_rank, which is null")
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(_read_max_context(config, family), *stretched, 0)
-    of_windows = _read_window_heads(config, family, heads)
+    heads_of = _read_heads(config, family, types, heads)
     window, chunk = _read_window(config, family, max_context), _read_chunk(config, family, max_context)
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
     experts = _read_beside(config, family.moe)
@@ -100,10 +100,12 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
             chunk=chunk if each == CHUNKED else None,
             unit_heads=has_unit_heads and turned,
             also_attends=family.side_by_side,
-            heads=of_windows if each == SLIDING else None,
+            heads=own_heads,
             has_sinks=family.sinks == "all" or (family.sinks == "windows" and each == SLIDING),
         )
-        for mlp, each, turned, rope, own in zip(mlps, types, is_turned, rope_of_layer, latents, strict=True)
+        for mlp, each, turned, rope, own, own_heads in zip(
+            mlps, types, is_turned, rope_of_layer, latents, heads_of, strict=True
+        )
     )
     if family.several_streams:
         specs = with_sparsity(config, specs)
@@ -266,16 +268,24 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     return window if window < max_context or is_told_apart else None
 
 
-def _read_window_heads(config: ConfigFile, family: Family, heads: KvHeads) -> KvHeads | None:
-    """The kv heads of layers with windows, where they aren't those of the model."""
-    if family.window_heads_key is None:
-        return None
-    number, num_heads = config.count(family.window_heads_key, 2 * heads.number), config.count("num_attention_heads")
-    if num_heads % number:
-        raise CheckpointError(
-            f"{config.path}: {num_heads} heads of layers with windows can't share {number} kv heads evenly"
-        )
-    return None if number == heads.number else replace(heads, number=number)
+def _read_heads(config: ConfigFile, family: Family, types: Sequence[str], of_model: KvHeads) -> list[KvHeads | None]:
+    """The heads of each layer; None: those of the model."""
+    num_heads, kv_heads = config.count("num_attention_heads"), [of_model.number] * len(types)
+    queries = [num_heads] * len(types)
+    if family.window_heads_key is not None:
+        of_windows = config.count(family.window_heads_key, 2 * of_model.number)
+        kv_heads = [of_windows if each == SLIDING else of_model.number for each in types]
+    if family.heads_of_layers:
+        told = config.get("num_attention_heads_per_layer", queries)
+        queries = _of_each_layer(config, "num_attention_heads_per_layer", told, len(types))
+    for layer, (own, number) in enumerate(zip(queries, kv_heads, strict=True)):
+        if type(own) is not int or own < 1 or own % number:
+            raise CheckpointError(f"{config.path}: {own} heads of layer {layer} can't share {number} kv heads evenly")
+    made = [
+        replace(of_model, number=number, queries=None if own == num_heads else own)
+        for own, number in zip(queries, kv_heads, strict=True)
+    ]
+    return [None if each == of_model else each for each in made]
 
 
 def _read_chunk(config: ConfigFile, family: Family, max_context: int) -> int | None:

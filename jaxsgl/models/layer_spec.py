@@ -6,7 +6,7 @@ for each layer, `dense` builds the layers, and the engine's step asks for their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
 from jaxsgl.models.quantization import WeightFormat
@@ -263,17 +263,19 @@ Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet
 
 @dataclass(frozen=True)
 class KvHeads:
-    """The kv heads of a layer.
+    """The kv heads of a layer, and how many query heads share them.
 
     Attributes:
       number: K, how many there are; on devices that share them with the copies that these need.
       size: H, numbers of a head, and of a query head.
       copies: each kv head of the checkpoint stands for so many consecutive ones, which are equal.
+      queries: N, where the layer has another number of query heads than the model; None: it has that.
     """
 
     number: int
     size: int
     copies: int = 1
+    queries: int | None = None
 
     @property
     def stored(self) -> int:
@@ -283,7 +285,7 @@ class KvHeads:
     def on_devices(self, num_devices: int) -> KvHeads:
         """The heads as so many devices share them: where these are more than heads, each gets a copy."""
         copies = num_devices // self.stored if num_devices % self.stored == 0 else 1
-        return KvHeads(self.stored * copies, self.size, copies)
+        return replace(self, number=self.stored * copies, copies=copies)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ accelerators multiply both forms equally fast. They may be quantized (`matrix.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import NamedTuple, Protocol, TypeAlias
@@ -21,6 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.family import GateFunction
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, LayerSpec, Mamba, RecurrentNet, ShortConv
 from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Rows, Weights, gated_rows
@@ -301,7 +302,7 @@ class Attention(Matrices):
         num_kv_heads, num_rows, _ = qkv_heads(arch)
         # Gates of numbers are rows of each kv head after all others; those of heads a matrix of their own.
         self.num_gates = num_rows - 2 if arch.output_gate == "number" else 0
-        self.has_head_gates = arch.output_gate == "head"
+        self.has_head_gates, self.gate_function = arch.output_gate == "head", arch.gate_function
         if self.has_head_gates:
             self.declare("gates", (num_kv_heads, num_rows - 2, d), axes[:-1], dtype, None, fan_in=d)
         fused = num_kv_heads, num_rows + self.num_gates, h, d
@@ -362,14 +363,20 @@ class Attention(Matrices):
         if self.num_gates:
             gates, gate_bias = qkv.gates.astype(jnp.float32), rows.stack(vectors.gate_bias, place)
             gates = gates if gate_bias is None else gates + row_of(gate_bias, row, gates.dtype)
-            out = out * jax.nn.sigmoid(gates).reshape(out.shape).astype(out.dtype)
+            out = out * _GATES[self.gate_function](gates).reshape(out.shape).astype(out.dtype)
         if self.has_head_gates:
-            of_heads = jax.nn.sigmoid(product(x_TD, self.matrix("gates")).astype(jnp.float32)).reshape(len(x_TD), -1, 1)
-            out = (out_TNH * of_heads.astype(out.dtype)).reshape(out.shape)
+            gates = product(x_TD, self.matrix("gates")).astype(jnp.float32).reshape(len(x_TD), -1, 1)
+            out = (out_TNH * _GATES[self.gate_function](gates).astype(out.dtype)).reshape(out.shape)
         if self.out_factor is not None:
             out = multiplied(out, self.out_factor)
         added = None if adapters is None else adapters.of_output("o_proj", out)
         return last_product(out, self.matrix("o", kernels), self.o_bias, added)
+
+
+_GATES: Mapping[GateFunction, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+}
 
 
 def _of_queries(growth: jax.Array, num_rows: int) -> jax.Array:

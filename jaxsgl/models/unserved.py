@@ -92,6 +92,7 @@ SERVED_BY_OTHERS = frozenset(
         "keys and values that layers share",
         "an embedding for each layer",
         "heads of two sizes",
+        "other numbers of heads in some layers",
         "values of another size than keys",
         "learned positions",
         "LayerNorm with a mean",

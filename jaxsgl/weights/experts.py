@@ -161,6 +161,9 @@ NAMES: dict[str, ExpertNames] = {
         stacked_down="mlp.experts.down_proj",
         shared="mlp.shared_experts.",
     ),
+    "LagunaForCausalLM": ExpertNames(
+        choice_bias=("experts.e_score_correction_bias", ("E",)), shared="shared_expert.", in_memory=ExpertNames()
+    ),
     "HYV3ForCausalLM": ExpertNames(
         router="router.gate.weight",
         choice_bias=("expert_bias", ("E",)),

@@ -85,6 +85,7 @@ OF_LAYER: dict[Path, Recipe] = {
     ),
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), pieces.as_is),
     ("attention", "o_bias"): Recipe((Source(_ATTENTION + "o_proj.bias", ("D",)),), pieces.as_is),
+    ("attention", "gates"): Recipe((Source(_ATTENTION + "gate_proj.weight", ("N", "D")),), pieces.gates_of_heads),
     ("attention", "sinks"): Recipe((Source(_ATTENTION + "sinks", ("N",)),), pieces.as_is),
     ("mlp", "gate_up"): Recipe(
         (Source(_MLP + "gate_proj.weight", ("F", "D")), Source(_MLP + "up_proj.weight", ("F", "D"))), pieces.stacked
@@ -187,6 +188,18 @@ _VALUES_ARE_KEYS: dict[Path, Recipe] = {
     ),
 }
 
+# Where each number of attention's output has a gate, in a matrix of its own.
+_GATED_NUMBERS: dict[Path, Recipe] = {
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "v_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "gate_proj.weight", ("NH", "D")),
+        ),
+        pieces.fuse_heads_and_gates,
+    ),
+}
 _NARROW_VALUES: dict[Path, Recipe] = {
     ("attention", "qkv"): Recipe(
         (
@@ -437,20 +450,10 @@ _LFM2: dict[Path, Recipe] = {
 _LFM3: dict[Path, Recipe] = {
     **{path: recipe for path, recipe in _LFM2.items() if path[-1] not in ("o", "q_norm", "k_norm")},
     **_layer_norms(attention_out_norm="post_operator_norm", mlp_out_norm="post_ffn_norm"),
-    ("attention", "gates"): Recipe((Source(_ATTENTION + "gate_proj.weight", ("N", "D")),), pieces.gates_of_heads),
 }
 _AFMOE: dict[Path, Recipe] = {
     **_layer_norms(
         attention_out_norm="post_attention_layernorm", mlp_norm="pre_mlp_layernorm", mlp_out_norm="post_mlp_layernorm"
-    ),
-    ("attention", "qkv"): Recipe(
-        (
-            Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
-            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
-            Source(_ATTENTION + "v_proj.weight", ("KH", "D")),
-            Source(_ATTENTION + "gate_proj.weight", ("NH", "D")),
-        ),
-        pieces.fuse_heads_and_gates,
     ),
 }
 _COHERE: dict[Path, Recipe] = {
@@ -665,6 +668,7 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     assert isinstance(path[1], int)
     spec = arch.layers[path[1]]
     own |= _NARROW_VALUES if arch.value_dim is not None else {}
+    own = {**_GATED_NUMBERS, **own} if arch.output_gate == "number" else own
     if spec.keys_from is not None or spec.values_are_keys:
         own |= _VALUES_ARE_KEYS if spec.values_are_keys else _READS_KEYS
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]

@@ -106,6 +106,9 @@ def _misfits(arch: ModelArch, num_devices: int, num_ranks: int) -> list[str]:
     """What of the model can't be split, in words."""
     of_rank = {"query heads": arch.num_heads, "kv heads": arch.num_kv_heads, "rows of its vocabulary": arch.vocab_rows}
     for heads in arch.all_heads:
+        if heads.queries is not None:
+            layer = next(i for i, spec in enumerate(arch.layers) if spec.heads == heads)
+            of_rank[f"query heads in layer {layer}"] = heads.queries
         if heads.number != arch.num_kv_heads:
             of_rank[f"kv heads of size {heads.size}"] = heads.number
     sizes = {"units in an MLP": arch.ffn_size}

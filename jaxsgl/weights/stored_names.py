@@ -118,7 +118,7 @@ _STACKED = re.compile(r"(\.experts\.(?:gate_up|down)_proj)\.(\w+)")
 _OTHER_SPELLINGS = {
     "model.text_model.": _WITHIN,  # as Idefics 3 calls the decoder
     "vision_tower.vision_model.": "vision_tower.",  # which is a model of its own in older folders
-    ".self_attn.g_proj.": ".self_attn.gate_proj.",  # of LFM3 in transformers' memory
+    ".self_attn.g_proj.": ".self_attn.gate_proj.",  # of LFM3 in transformers' memory, and of Laguna
     ".mlp.post_mlp_layernorm.": ".post_mlp_layernorm.",  # of A.X-K1 there
     ".attention_sink_bias": ".sinks",  # of MiMo
     ".attention_layer_norm.": ".input_layernorm.",  # of OLMo's layers with states

@@ -36,6 +36,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 16, "vocab_size": 201},
     "gemma4_moe": {"num_experts": 16},
     "mimo_v2_flash": {"n_routed_experts": 16},
+    "laguna": {
+        "num_attention_heads_per_layer": [8, 16, 8],
+        "num_experts": 16,
+        "shared_expert_intermediate_size": 56,
+    },
 }
 NUM_LAYERS = count(2, 3)
 OTHER_NUM_LAYERS = dict.fromkeys(("gemma3n", "gemma4", "gemma4_small", "gemma4_moe"), 5) | {"mimo_v2_flash": 4}

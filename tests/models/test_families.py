@@ -12,11 +12,15 @@ import pytest
 from transformers import AutoConfig, GptOssConfig, Llama4TextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jaxsgl.errors import CheckpointError
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.features import HostKvConfig
+from jaxsgl.engine.start.model_flags import check_flags
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.families import FAMILIES
-from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.models.layer_spec import KvHeads, MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
+from jaxsgl.weights.sharding import model_on_devices
 from tests.checkpoint_kinds import BLOCK_KINDS, CHECKPOINT_KINDS, CONV_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS
 from tests.checkpoints import configuration
 from tests.models.test_arch import LLAMA, read
@@ -48,7 +52,7 @@ UNTRIED = {
     "kimi_linear": ("model_max_length", "num_hidden_layers"),
     "longcat_flash": ("num_layers", "ffn_hidden_size"),
     **dict.fromkeys(BLOCK_KINDS, ("time_step_min",)),
-    **dict.fromkeys(("gemma3n", "mimo_v2_flash"), ("num_hidden_layers",)),
+    **dict.fromkeys(("gemma3n", "mimo_v2_flash", "laguna"), ("num_hidden_layers",)),
     **dict.fromkeys(
         ("gemma4", "gemma4_small", "gemma4_moe", "gemma4_unified"), ("num_hidden_layers", "per_layer_config")
     ),
@@ -118,7 +122,18 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         "dynamic": {"rope_type": "dynamic", "factor": 2.0, "alpha": 50.0},
     }[scaling]
     for kind in (*CHECKPOINT_KINDS, *FAMILY_KINDS):
-        of_other_kinds = "phi3", "lfm3", "mellum", "cwm", "apertus", "ministral3", "mistral4", "phimoe", "mimo_v2_flash"
+        of_other_kinds = (
+            "phi3",
+            "lfm3",
+            "mellum",
+            "cwm",
+            "apertus",
+            "ministral3",
+            "mistral4",
+            "phimoe",
+            "mimo_v2_flash",
+            "laguna",
+        )
         if kind in of_other_kinds or kind.startswith("gemma4"):  # which have ropes of other kinds alone
             continue
         if kind in (
@@ -134,6 +149,26 @@ def test_a_rope_in_older_words_means_what_it_means_to_transformers(scaling: str,
         values |= {"rope_theta": 3000.0, **({"rope_scaling": dict(told)} if told else {})}
         found = arch_of(tmp_path, values)
         assert found is not None and found == arch_of(tmp_path, as_transformers_reads(tmp_path, values)), kind
+
+
+def test_layers_of_laguna_have_query_heads_of_their_own_and_gates_of_heads(tmp_path: Path) -> None:
+    complete = configuration("laguna")
+    arch = arch_of(tmp_path, complete)
+    assert arch is not None and arch.num_heads == 8
+    assert [layer.heads for layer in arch.layers] == [None, KvHeads(2, 20, queries=4), KvHeads(2, 20, queries=12)]
+    assert [arch.with_heads_of(layer).num_heads for layer in arch.on_devices(4, by_experts=False).layers] == [8, 4, 12]
+    assert arch_of(tmp_path, complete | {"gating": "per-head"}) == arch
+    check_flags(EngineConfig(model="m", host_kv=HostKvConfig(host_kv_gib=1.0)), arch)  # pages have one shape
+    for key, value, reason in (
+        ("gating", "per-token", "gating is per-token, but known are per-head, per-element"),
+        ("moe_router_logit_softcapping", 5.0, "where it is 0.0"),
+        ("num_attention_heads_per_layer", [8, 4, 5], "5 heads of layer 2 can't share 2 kv heads evenly"),
+        ("num_attention_heads_per_layer", [8, 4], "must be a list of 3"),
+    ):
+        with pytest.raises(CheckpointError, match=reason):
+            read(tmp_path, **(complete | {key: value}))
+    with pytest.raises(ConfigError, match=r"12 query heads in layer 2"):
+        model_on_devices(arch, 8, by_experts=False)
 
 
 def test_granites_layers_may_have_thetas_of_their_own_or_no_rope(tmp_path: Path) -> None:

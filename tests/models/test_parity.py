@@ -170,6 +170,12 @@ def test_what_falcon_h1_reads_from_states_may_be_normalized(tmp_path: Path) -> N
     np.testing.assert_allclose(checkpoint_logits(folder, prompt), reference_logits(folder, prompt).numpy(), atol=5e-4)
 
 
+def test_gates_of_laguna_may_be_of_numbers(tmp_path: Path) -> None:
+    folder = make_checkpoint("laguna", tmp_path, gating="per-element")
+    tokens = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:40]]
+    np.testing.assert_allclose(checkpoint_logits(folder, tokens), reference_logits(folder, tokens).numpy(), atol=ATOL)
+
+
 def test_gates_of_lfm3_go_by_their_name_in_memory_too(tmp_path: Path) -> None:
     folder = make_checkpoint("lfm3", tmp_path)
     expected = checkpoint_logits(folder, PROMPT[:5])

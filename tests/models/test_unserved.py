@@ -33,7 +33,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     ("BailingHybridForCausalLM", {"kda_lower_bound": -5.0}, "here: linear attention", None),
     ("RecurrentGemmaForCausalLM", {"lru_width": 2560}, "here: recurrent blocks (RG-LRU); run", None),
-    ("LagunaForCausalLM", {"num_attention_heads_per_layer": [48, 64]}, "here: other numbers of heads", None),
+    ("Step3p7ForConditionalGeneration", {"num_sliding_attention_heads": 96}, "no family of its form has other", None),
     ("MiMoV3ForCausalLM", {"v_head_dim": 128}, "no family of its form has values", "MiMoV2FlashForCausalLM"),
     ("BloomForCausalLM", {"model_type": "bloom"}, "here: positions by ALiBi", None),
     (

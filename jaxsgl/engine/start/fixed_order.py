@@ -60,7 +60,7 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
         if dtype != jnp.bfloat16:
             yield f"{dtype} is XLA's, whose order depends on the batch: give --dtype bfloat16, or leave it out"
         for heads in arch.all_heads:
-            if reason := refuse_heads(heads.size, arch.num_heads // heads.number):
+            if reason := refuse_heads(heads.size, (heads.queries or arch.num_heads) // heads.number):
                 yield f"it takes the C++ kernels, but {reason}: leave it out"
         return
     widest = max(heads.size for heads in arch.all_heads)

@@ -87,7 +87,8 @@ def _check_pages(config: EngineConfig, arch: ModelArch) -> None:
                 f"--page-size is {page_size}, but layers of {arch.name} attend within chunks of {chunk} tokens, which "
                 "must be whole pages: give a size that divides it, or leave it out"
             )
-    if len(arch.all_heads) == 1:
+    in_pages = dict.fromkeys((heads.stored, heads.size) for heads in arch.all_heads)
+    if len(in_pages) == 1:
         return
     refused = (
         (config.host_kv.is_on, "--host-kv-gib, --enable-hierarchical-cache or --kv-file"),
@@ -96,7 +97,7 @@ def _check_pages(config: EngineConfig, arch: ModelArch) -> None:
     )
     for is_on, flags in refused:
         if is_on:
-            sizes = " and ".join(f"{heads.stored} kv heads of {heads.size}" for heads in arch.all_heads)
+            sizes = " and ".join(f"{number} kv heads of {size}" for number, size in in_pages)
             instead = ", or give NGRAM" if "algorithm" in flags else ""
             raise ConfigError(
                 f"{flags} does not go with {arch.name} yet, whose layers have {sizes}: it takes pages that all layers "
