@@ -47,7 +47,7 @@ class AbsorbAndStore(Protocol):
     def __call__(
         self, qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret: bool
     ) -> tuple[jax.Array, jax.Array]:
-        """Stores entries at slots `[T]`; returns queries `[T, N, H]`, with the H of the pages, and the pages."""
+        """Stores entries at slots `[T]`; returns queries `[T, N, H]` and the pages; H as `api.stores` says."""
         ...
 
 

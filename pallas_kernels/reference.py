@@ -31,8 +31,8 @@ def absorb_and_store(
     qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The queries and entries that define it; these are stored as K is."""
-    q, entries = (widened(each, pages.shape[3]) for each in (qkv.queries, qkv.entries))
-    return q, _store(pages, to_format(entries, pages.dtype), slots)
+    q = qkv.queries if qkv.num_chosen else widened(qkv.queries, pages.shape[3])
+    return q, _store(pages, to_format(widened(qkv.entries, pages.shape[3]), pages.dtype), slots)
 
 
 def _store(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:

@@ -147,27 +147,27 @@ class Pages:
         self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
 
-        if qkv.num_chosen:  # entries go on after a key
-            q_TNH = q_TNH[..., : qkv.head_dim]
-
-        def to_all() -> jax.Array:
+        def read_all() -> jax.Array:
             if self._kind == "decode":
-                return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
-            return qkv.heads.outputs(self._extend(q_TNH, kv, options))
+                return paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
+            return self._extend(q_TNH, kv, options)
 
-        if not 0 < qkv.num_chosen < kv.max_len:
-            return to_all()
-        return self._attend_to_chosen(q_TNH, qkv, kv, options, to_all)
+        if 0 < qkv.num_chosen < kv.max_len:
+            # Outside of branches: in them XLA would copy the half of the heads' weights that makes outputs.
+            return qkv.heads.outputs(self._read_chosen(q_TNH, qkv, kv, options, read_all))
+        if self._kind == "decode":
+            return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
+        return qkv.heads.outputs(read_all())
 
-    def _attend_to_chosen(
+    def _read_chosen(
         self,
         q_TNH: jax.Array,
         qkv: LatentQkv,
         kv: PagedKv,
         options: AttentionOptions,
-        to_all: Callable[[], jax.Array],
+        read_all: Callable[[], jax.Array],
     ) -> jax.Array:
-        """Attention to the tokens that an index chooses; `to_all` in steps where it would choose all."""
+        """What heads read of the tokens that an index chooses; `read_all` in steps where it would choose all."""
         count, num_tokens = qkv.num_chosen, qkv.num_tokens
         offsets = self._places.query_offsets
         if self._kind == "decode":
@@ -183,11 +183,10 @@ class Pages:
         chosen = self._chosen
         assert chosen is not None, "the first layer has an index"
 
-        def to_chosen() -> jax.Array:
-            backend = self._kernels.attend_to_chosen
-            return qkv.heads.outputs(attend_to_chosen(q_TNH, chosen, offsets, kv, options, backend=backend))
+        def read_chosen() -> jax.Array:
+            return attend_to_chosen(q_TNH, chosen, offsets, kv, options, backend=self._kernels.attend_to_chosen)
 
-        out: jax.Array = lax.cond(chooses_all, to_all, to_chosen)
+        out: jax.Array = lax.cond(chooses_all, read_all, read_chosen)
         return out
 
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:

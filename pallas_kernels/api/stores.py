@@ -78,7 +78,8 @@ def absorb_and_store(
 ) -> tuple[jax.Array, jax.Array]:
     """`rotate_and_store` of a layer with a latent: norm, rotation, queries times their heads' matrices, and a store.
 
-    Returns the queries `[T, N, H]`, with the H of the pages and zeros after the model's, and the pages, updated.
+    Returns the queries `[T, N, H]`, with the H of the pages and zeros after the model's, and the pages, updated. Where
+    tokens are chosen, H is the model's: queries don't meet the key of the index, which the pages hold after it.
 
     Args:
         qkv: the products and what makes queries and entries of them.
@@ -96,7 +97,8 @@ def absorb_and_store(
     )
     if kernel is not None:
         return kernel(qkv, pages, slots, interpret)
-    return widened(qkv.queries, pages.shape[3]), store_entries(pages, qkv.entries, slots)
+    queries = qkv.queries if qkv.num_chosen else widened(qkv.queries, pages.shape[3])
+    return queries, store_entries(pages, qkv.entries, slots)
 
 
 def rotate_and_store(

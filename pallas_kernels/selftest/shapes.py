@@ -103,8 +103,7 @@ class LatentShape:
     num_outputs: int
     """Rows that make its output."""
     key_size: int | None = None
-    """How many of an entry's numbers queries meet, where the key of an index follows, which XLA stores with them; None:
-    all."""
+    """How many of an entry's numbers queries meet, where the key of an index follows; None: all."""
     num_chosen: int = 0
     """Tokens that an index chooses for a query; 0: the model has no index."""
     index_heads: int = 0

@@ -2,8 +2,9 @@
 
 A program has a tile of tokens and some columns of one head's queries: it multiplies their unrotated part by the head's
 matrix, and rotates the rotated part of its share of the tile. Programs of one head more, which there isn't, normalize,
-rotate and store the entries of such shares. Products come in parts or whole and are added up in float32, which XLA
-does again for each of its four kernels that read them. The pages are aliased from input to output.
+rotate and store the entries of such shares, and after them the key of an index, or zeros. Products come in parts or
+whole and are added up in float32, which XLA does again for each of its four kernels that read them. The pages are
+aliased from input to output.
 """
 
 import dataclasses
@@ -30,13 +31,11 @@ _MOST_INPUTS = 64
 def refuse_absorb_and_store(qkv: LatentQkv, pages: jax.Array) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     size = qkv.heads.latent_size
-    if qkv.num_chosen:
-        return "entries hold the key of an index, too, which it can't store"
     if size < MIN_DOT or size & (size - 1):
         return f"latents have {size} numbers; it takes powers of two from {MIN_DOT}"
     if qkv.heads.num_absorbing % MIN_DOT:
         return f"queries have {qkv.heads.num_absorbing} numbers without rotation; it takes multiples of {MIN_DOT}"
-    if pages.shape[3] != qkv.head_dim or pages.dtype not in QUERY_DTYPES:
+    if (pages.shape[3] != qkv.head_dim and not qkv.num_chosen) or pages.dtype not in QUERY_DTYPES:
         return f"the cache has {pages.shape[3]} {pages.dtype} numbers for entries of {qkv.head_dim}, which it can't pad"
     return None
 
@@ -65,7 +64,8 @@ def _of_any_layer(qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret:
     tile_tokens = tile_rows_for(blocks["tile_tokens"])
     tile_columns = min(blocks["tile_columns"], heads.latent_size)
     products = [each for each in (qkv.product, qkv.entries_product) if each is not None]
-    first_page_input = len(products) + 5
+    keys = [] if qkv.index is None else [qkv.index.keys]
+    inputs = (*products, qkv.scales, heads.weights, qkv.cos, qkv.sin, slots, *keys, pages)
     out, stored = pl.pallas_call(
         functools.partial(
             _kernel,
@@ -77,19 +77,22 @@ def _of_any_layer(qkv: LatentQkv, pages: jax.Array, slots: jax.Array, interpret:
         ),
         out_shape=(q, jax.ShapeDtypeStruct(pages.shape, pages.dtype)),
         grid=(heads.latent_size // tile_columns, heads.num_heads + 1, pl.cdiv(num_tokens, tile_tokens)),
-        input_output_aliases={first_page_input: 1},
+        input_output_aliases={len(inputs) - 1: 1},
         # The loop over a query's numbers is short, and its loads are many: nothing is copied ahead.
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=1),
         interpret=interpret,
         name="absorb_and_store",
-    )(*products, qkv.scales, heads.weights, qkv.cos, qkv.sin, slots, pages)
+    )(*inputs)
     return out, stored
 
 
 def _kernel(
     *refs: Any, num_products: int, unrotated: int, eps: float, tile_tokens: int, tile_columns: int
 ) -> None:  # fmt: skip
-    products, (scales, weights, cos, sin, slots, _pages_in, q_out, pages_out) = refs[:num_products], refs[num_products:]
+    products, (scales, weights, cos, sin, slots, *keys, _pages_in, q_out, pages_out) = (
+        refs[:num_products],
+        refs[num_products:],
+    )
     num_heads, _, size = weights.shape
     place, head, tile = (pl.program_id(axis) for axis in range(3))
     first = tile * tile_tokens
@@ -128,6 +131,12 @@ def _kernel(
         where = (lax.div(slot, page_size), 0, lax.rem(slot, page_size))
         store_rows(pages_out, where, is_mine, latent * inverse_rms[:, None] * scale[None, :], (0, size))
         tokens.store_rotated(row, begin + size, pages_out, where, size)
+        after = size + tokens.num_rotated
+        if left := pages_out.shape[3] - after:
+            width = pl.next_power_of_2(left)
+            own = [load_rows(key, (tokens.token,), is_mine, (0, width, 1, left)) for key in keys]
+            rest = own[0] if own else jnp.zeros((share, width), pages_out.dtype)
+            store_rows(pages_out, where, is_mine, rest, (after, width, 1, left))
 
     pl.when(head < num_heads)(make_queries)
     pl.when(head == num_heads)(store_entries)

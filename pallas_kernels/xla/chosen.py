@@ -24,7 +24,7 @@ from pallas_kernels.token_index import IndexTiles, TokenIndex
 from pallas_kernels.xla.common import UNSEEN, as_bits, from_bits, take
 
 _CHOOSING = 16  # queries whose tokens are chosen at once
-_MOST_KEPT = 2**24  # scores of these, where a kernel makes them
+_MOST_KEPT = 2**26  # scores of these, where a kernel makes them: those of a decode of 256 rows at once
 _ATTENDING = 8  # queries whose chosen entries are gathered at once
 # Scores of heads that are made at once. An iteration costs an accelerator a round trip of the host: there it does more.
 _MOST_SCORES = {"cpu": 2**20}
@@ -117,7 +117,10 @@ def choose_tokens(
     start = jnp.full((num_tokens, count), -1, jnp.int32)
     if len(tiles.seqs) <= batch:
         return choose(jnp.int32(0), start)
-    return lax.fori_loop(0, (tiles.number + batch - 1) // batch, choose, start)
+    # A kernel is for accelerators, which turn a loop without the host if its turns are known: at most a tile for each
+    # sequence and the padding of the tokens are chosen for in vain.
+    number = tiles.number if scored is None else len(tiles.seqs)
+    return lax.fori_loop(0, (number + batch - 1) // batch, choose, start)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))

@@ -19,6 +19,7 @@ from pallas_kernels import (
     paged_decode_attention,
     tuning,
 )
+from pallas_kernels.token_index import TokenIndex
 from pallas_kernels.triton.merge_latents import merge_latents
 from tests.grids import covering, daily
 from tests.pallas_kernels.cases import assert_close, build_case
@@ -94,6 +95,23 @@ def test_queries_and_entries_are_those_of_xla_and_only_their_slots_change(
     others = np.setdiff1d(np.arange(len(rows)), np.asarray(slots))
     assert (rows[others] == 7).all()
     assert (rows[np.asarray(slots)[: num_tokens - num_padding]] != 7).any(axis=1).all()
+
+
+@pytest.mark.parametrize("own_index", [True, False])
+def test_keys_of_an_index_are_stored_after_entries_and_layers_that_share_a_choice_get_zeros(own_index: bool) -> None:
+    """Keys of 24 numbers, which no tile of a power of two ends with; queries don't meet them."""
+    num_tokens = 37
+    keys = normal(np.random.default_rng(3), num_tokens, 24, dtype=jnp.bfloat16)
+    index = TokenIndex(keys[:, None], jnp.ones((num_tokens, 1)), keys) if own_index else None
+    qkv = dataclasses.replace(some_qkv(num_tokens, jnp.bfloat16, 1, joint=False), index=index, num_chosen=8)
+    before, slots = jnp.full((4, 1, 16, qkv.head_dim + 24), 7, jnp.bfloat16), some_slots(num_tokens, 4, 16, 2)
+    q, pages = absorb_and_store(qkv, before, slots, backend="triton", interpret=True)
+    expected_q, expected = absorb_and_store(in_float32(qkv), before.astype(jnp.float32), slots, backend="xla")
+    assert q.shape == expected_q.shape == (num_tokens, 3, 96)
+    assert_close(q, expected_q, jnp.bfloat16)
+    assert_close(pages[1:], expected[1:], jnp.bfloat16)
+    rows = np.asarray(pages, np.float32).reshape(-1, 120)[np.asarray(slots[:-2])]
+    np.testing.assert_array_equal(rows[:, 96:], np.asarray(keys, np.float32)[:-2] if own_index else 0)
 
 
 def test_the_reference_stores_what_xla_does_and_a_wider_cache_gets_zeros() -> None:

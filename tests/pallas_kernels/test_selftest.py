@@ -284,6 +284,7 @@ def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch)
     ("shapes", "op", "field", "told"),
     [
         (LATENTS, "rotate_and_store", "absorb_and_store", "tokens of latents"),
+        (INDEXED, "rotate_and_store", "absorb_and_store", "tokens of latents"),
         (LATENTS, "paged_decode_attention", "decode_latents", "outputs"),
         (INDEXED, "paged_decode_attention", "decode_latents", "outputs"),
         *((INDEXED, op, op, "rows") for op in OF_INDEX),

@@ -31,13 +31,13 @@ from pallas_kernels.selftest.cases.arguments import (
     store_tolerance,
 )
 from pallas_kernels.selftest.shapes import KernelShapes, LatentShape
+from pallas_kernels.token_index import TokenIndex
 
 
 def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
     """A few tokens and many, padding among them, into pages full of NaN, which must stay wherever no token goes."""
     if shapes.has_latents:
-        stored = [each for each in shapes.latents if each.key_size is None]
-        yield from (_absorb(shapes, each, *batch) for each in stored for batch in ((5, 4), (300, 1)))
+        yield from (_absorb(shapes, each, *batch) for each in shapes.latents for batch in ((5, 4), (300, 1)))
         return
     for num_tokens, parts in ((5, (NUM_PARTS,)), (300, ())):
         slots, kv, empty = empty_caches(shapes, num_tokens)
@@ -52,12 +52,13 @@ def rotate_cases(shapes: KernelShapes) -> Iterator[Case]:
 
 
 def _absorb(shapes: KernelShapes, latent: LatentShape, num_tokens: int, num_parts: int) -> Case:
-    """Of tokens whose queries and entries are one product in parts, or two whole ones."""
+    """Of tokens whose queries and entries are one product in parts, or two whole ones; with keys of an index."""
     slots, kv, empty = empty_caches(shapes, num_tokens)
     heads = latent_heads(shapes, latent)
-    num_rotated, keys = shapes.head_dim - heads.latent_size, jax.random.split(jax.random.key(14), 4)
+    key_size, keys = latent.key_size or shapes.head_dim, jax.random.split(jax.random.key(14), 5)
+    num_rotated = key_size - heads.latent_size
     angles = jax.random.uniform(keys[0], (len(slots), 1, num_rotated // 2), jnp.float32, 0, 2 * np.pi)
-    widths = [shapes.num_groups * (latent.num_absorbing + num_rotated), shapes.head_dim]
+    widths = [shapes.num_groups * (latent.num_absorbing + num_rotated), key_size]
     dtype = jnp.dtype(shapes.dtype)
     products: list[Any] = [None, None]  # of both, or of each
     if num_parts > 1:
@@ -66,7 +67,12 @@ def _absorb(shapes: KernelShapes, latent: LatentShape, num_tokens: int, num_part
     else:
         products = [normal(keys[1 + i], 1.0, shape=(len(slots), width), dtype=dtype) for i, width in enumerate(widths)]
     scales = normal(keys[3], 1.0, shape=(heads.latent_size,), dtype=dtype)
-    qkv = LatentQkv(products[0], products[1], scales, heads, jnp.cos(angles), jnp.sin(angles), EPS, dtype)
+    turns = jnp.cos(angles), jnp.sin(angles)
+    index = None
+    if latent.index_size:
+        own = normal(keys[4], 1.0, shape=(len(slots), latent.index_size), dtype=dtype)
+        index = TokenIndex(own[:, None], jnp.ones((len(slots), 1)), own)
+    qkv = LatentQkv(products[0], products[1], scales, heads, *turns, EPS, dtype, index, latent.num_chosen)
 
     def call(qkv: LatentQkv, kv: PagedKv, backend: str, interpret: bool) -> list[jax.Array]:
         q, pages = _absorb_jit(qkv, kv.k, slots, backend=backend, interpret=interpret)
