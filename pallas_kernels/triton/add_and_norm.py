@@ -94,6 +94,8 @@ def _kernel(
     def load(ref: Any, *index: Any) -> jax.Array:
         return plgpu.load(ref.at[(*index, column)], mask=is_real, other=0).astype(jnp.float32)
 
+    stream = load(x_ref, token)  # before many parts: after them `ptxas` spills 16 bytes
+
     # Rounded before a bias or the stream is added, and the sum before it is normalized, as if each were an array of its
     # own.
     dtype = x_ref.dtype
@@ -113,7 +115,7 @@ def _kernel(
         added = rounded(normalized(added, finished.scales, own_row, finished.eps))
     if finished.factor is not None:
         added = rounded(added * finished.factor)
-    total = rounded(load(x_ref, token) + added)
+    total = rounded(stream + added)
     normed = normalized(total, scales_ref, row, eps)
     if biases_ref is not None:
         normed = rounded(normed) + load(biases_ref, row)

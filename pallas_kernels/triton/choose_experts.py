@@ -69,7 +69,7 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: tuple[int, 
     width = pl.next_power_of_2(num_experts)
     columns = 0, width, 1, num_experts
     expert = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (_TILE_TOKENS, width))
-    is_out = expert >= num_experts  # of the choice: it is no expert, or has been chosen
+    is_out = expert >= num_experts  # of the choice
 
     where = [(part, token) for part in range(parts[0])] if parts else [(token,)]
     logits = functools.reduce(jnp.add, [load_rows(logits_ref, index, is_real, columns) for index in where])
@@ -85,17 +85,19 @@ def _kernel(logits_ref: Any, *refs: Any, router: Router, num_biases: tuple[int, 
         group = lax.div(expert, jnp.int32(num_experts // router.num_groups))
         is_out = is_out | ~_is_in_best(router, jnp.where(is_out, -jnp.inf, ranks), expert, group)
 
+    # What is out, or has been chosen, ranks after all others: a mask besides would have `ptxas` spill 384 experts.
+    ranks = jnp.where(is_out, -jnp.inf, jnp.maximum(ranks, jnp.finfo(jnp.float32).min))
     num_all = router.top_k + router.num_shared
     num_choices = pl.next_power_of_2(num_all)
     choice = jnp.broadcast_to(jnp.arange(num_choices, dtype=jnp.int32)[None, :], (_TILE_TOKENS, num_choices))
     chosen, shares = jnp.zeros(choice.shape, jnp.int32), jnp.zeros(choice.shape, jnp.float32)
     for number in range(router.top_k):
-        best = jnp.max(jnp.where(is_out, -jnp.inf, ranks), axis=1)[:, None]
-        first = jnp.min(jnp.where(~is_out & (ranks == best), expert, width), axis=1)[:, None]
+        best = jnp.max(ranks, axis=1)[:, None]
+        first = jnp.min(jnp.where(ranks == best, expert, width), axis=1)[:, None]
         is_first = expert == first
         share = jnp.sum(jnp.where(is_first, scores, 0.0), axis=1)[:, None]
         chosen, shares = jnp.where(choice == number, first, chosen), jnp.where(choice == number, share, shares)
-        is_out = is_out | is_first
+        ranks = jnp.where(is_first, -jnp.inf, ranks)
 
     columns = 0, num_choices, 1, num_all
     if router.num_shared:
