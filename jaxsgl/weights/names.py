@@ -408,7 +408,7 @@ _JAMBA: dict[Path, Recipe] = {
     **_FEED_FORWARD,
     **_layer_norms(mlp_norm="pre_ff_layernorm"),
     ("final_norm",): Recipe((Source("model.final_layernorm.weight", ("D",)),), pieces.norm),
-    ("selective", "inputs"): Recipe((Source(_MAMBA + "in_proj.weight", ("2GV", "D")),), pieces.by_key_head),
+    ("selective", "inputs"): Recipe((Source(_MAMBA + "in_proj.weight", ("G2V", "D")),), pieces.by_key_head),
     ("selective", "output"): Recipe((Source(_MAMBA + "out_proj.weight", ("D", "GV")),), pieces.as_is),
     ("selective", "channels"): Recipe(
         (

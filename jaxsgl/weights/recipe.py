@@ -138,7 +138,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "GH": net.value_size,
             "GR": net.rank if isinstance(net, ChannelDeltaNet | Selective) else 0,
             "GX": net.rank + 2 * net.key_size if isinstance(net, Selective) else 0,
-            "2GV": 2 * net.value_heads * net.value_size,
+            "G2V": 2 * net.value_heads * net.value_size,
             "GV": net.value_heads * net.value_size,
             "G3C": 3 * net.key_heads * net.channels,
             "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,
