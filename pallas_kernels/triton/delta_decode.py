@@ -145,8 +145,9 @@ def _step_kernel(
             out += jnp.where(position >= back, before, 0) * tap(back)
         return out / (1 + jnp.exp(-out))
 
-    q, k = (convolved(first, key_size, of_group == 0) for first in (0, key_size))
+    # v first: after q and k, `ptxas` spills 16 bytes of a row alone whose product is four parts.
     v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
+    q, k = (convolved(first, key_size, of_group == 0) for first in (0, key_size))
     if corrects:
         q, k = normalized(q) * key_size**-0.5, normalized(k)
     read = moves.moved(state, q, k, v, *(early or head.decay_and_beta()))
