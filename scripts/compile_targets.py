@@ -60,7 +60,8 @@ def describe_launches(report: dict[str, Any]) -> str:
     layer = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kind in kinds)
     alike = "layer" if report["recurring"] == 1 else f"{report['recurring']} layers"
     parts = [f"{sum(kinds.values())} kernels per {alike} ({layer}), of {report['num_layers']} layers"] if kinds else []
-    parts.append(f"{report['num_launches']} kernels in all")
+    branched = f", {report['num_branched']} of them on one side of conditions" if report["num_branched"] else ""
+    parts.append(f"{report['num_launches']} kernels in all{branched}")
     if report["command_buffers"] is not None:
         parts.append(f"{report['command_buffers']} command buffers")
     parts += [

@@ -290,6 +290,15 @@ COMPILED_SHAPES["deepseek-v3"] = COMPILED_SHAPES["deepseek-v2-lite"] | {  # only
     "num_nextn_predict_layers": 1,
     "vocab_size": 129_280,
 }
+# With an index that chooses what a token attends to, and an eighth of the experts, which fits one device in FP8.
+COMPILED_SHAPES["deepseek-v3.2-32e"] = COMPILED_SHAPES["deepseek-v3"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "n_routed_experts": 32,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 COMPILED_SHAPES["glm-4.7-flash"] = COMPILED_SHAPES["deepseek-v3"] | {
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",

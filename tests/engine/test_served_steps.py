@@ -1,6 +1,8 @@
 """The steps that compile_targets.py compiles for absent chips are those of the engine as it is."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from tests.pallas_kernels.lower_everything import on_a_device
 
 VOCABULARIES = {
     "phi3-mini": 32_064, "qwen3.5-9b": 248_320, "granite-4.0-h-small": 100_352, "deepseek-v2-lite": 102_400,
-    "gpt-oss-20b": 201_088, "nemotron-3-nano": 131_072, "lfm2-8b-a1b": 65_536,
+    "deepseek-v3.2-32e-fp8": 129_280, "gpt-oss-20b": 201_088, "nemotron-3-nano": 131_072, "lfm2-8b-a1b": 65_536,
 }  # fmt: skip
 ON_H200 = "cuda", "NVIDIA H200", 132
 EIGHT: Any = AbstractMesh((1, 8), ("data", "tensor"))  # in the place of a mesh of devices
@@ -31,7 +33,7 @@ def test_steps_of_the_table_run_the_programs_that_the_engine_would(tmp_path: Pat
     assert len(names) == len(set(names))
     for model in MODELS:
         rows = 32 if model == "granite-4.0-h-small" else 256  # of which the states would not fit
-        for backend in ("triton",) if model == "deepseek-v2-lite" else h200.backends:
+        for backend in ("triton",) if model.startswith("deepseek") else h200.backends:
             greedy, sampled = (f"{model} {backend} decode {rows} {sampling}" for sampling in ("greedy", "sampled"))
             assert [p.name for p in programs if greedy in p.steps] == [f"{model} decode {rows} {backend}"]
             drawn = {p.name for p in programs if sampled in p.steps}
@@ -69,6 +71,21 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
     assert facts["state_bytes_moved"] == 24 * facts["layer_state_bytes_moved"]
     assert facts["state_flops"] == 24 * 32 * 6 * 128 * 128
     assert hybrid.layers == Layers(12, 32, recurring=4)
+
+
+def test_first_layers_of_their_own_are_compiled_besides_those_that_recur(tmp_path: Path) -> None:
+    """DeepSeek V3's first three have no experts."""
+    model = served("deepseek-v3.2-32e-fp8", TARGETS["h200"], make_mesh(jax.devices()[:1]), tmp_path)
+    assert model is not None and model.layers == Layers(3 + 4, 61)
+
+    def recurring(names: str) -> Layers:
+        arch: Any = SimpleNamespace(layers=tuple(names))
+        return dataclasses.replace(model, arch=arch).layers
+
+    assert recurring("aaaaaaaaa") == Layers(4, 9)
+    assert recurring("abcabcabcabc") == Layers(9, 12, recurring=3)
+    assert recurring("dbcabcabcabcabc") == Layers(12, 15, recurring=3)  # a fourth group: the first one differs
+    assert recurring("abcdefgh") == Layers(8, 8, recurring=8)
 
 
 def test_all_layers_are_compiled_where_no_groups_recur_and_units_without_gates_have_two_weights(tmp_path: Path) -> None:

@@ -303,6 +303,60 @@ def test_kernels_of_a_loop_count_for_each_of_its_runs_and_known_turns_need_no_co
     assert [(each.name, each.times) for each in launches(unknown) if each.times != 1] == [("c", 0), ("n", 0)]
 
 
+# Two conditions that one comparison decides, and one that another number does: on the side of "true" of the first two
+# are one kernel and three, on the other two and one.
+CONDITIONS = """HloModule jit_forward
+
+%copies_1 (p: f32[8]) -> f32[8] {
+  ROOT %one = f32[8]{0} copy(%p)
+}
+
+%copies_2 (p: f32[8]) -> f32[8] {
+  %first = f32[8]{0} copy(%p)
+  ROOT %second = f32[8]{0} copy(%first)
+}
+
+%attends_3 (p: f32[8]) -> f32[8] {
+  %a = f32[8]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/cond/branch_0_fun/jit(attend_to_chosen)/attend_to_chosen/pallas_call"}
+  %b = f32[8]{0} copy(%a)
+  ROOT %c = f32[8]{0} copy(%b)
+}
+
+%attends_1 (p: f32[8]) -> f32[8] {
+  ROOT %all = f32[8]{0} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(forward)/cond/branch_1_fun/jit(attend)/paged_decode_attention/pallas_call"}
+}
+
+ENTRY %main (x: f32[8], n: s32[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %n = s32[] parameter(1)
+  %less = pred[] fusion(%n), kind=kLoop, calls=%compared
+  %again = pred[] bitcast(%less)
+  %y = f32[8]{0} conditional(%less, %x, %x), true_computation=%copies_1, false_computation=%copies_2
+  %z = f32[8]{0} conditional(%again, %y, %y), true_computation=%attends_3, false_computation=%attends_1
+  ROOT %w = f32[8]{0} conditional(%n, %z, %z, %z), branch_computations={%copies_1, %copies_2, %copies_1}
+}
+
+%compared (n: s32[]) -> pred[] {
+  %n.1 = s32[] parameter(0)
+  ROOT %c.1 = pred[] compare(%n.1, %n.1), direction=LT
+}
+"""
+
+
+def test_of_branches_those_on_the_largest_side_of_their_condition_are_launched(tmp_path: Path) -> None:
+    """Four kernels on the side of "true", three on the other; all conditions of one comparison take the same side."""
+    found = [(each.name, each.kind, each.is_branched) for each in launches(CONDITIONS)]
+    taken = [("one", "small"), ("a", "attention"), ("b", "small"), ("c", "small"), ("first", "small")]
+    assert found == [("less", "small", False), *((*each, True) for each in taken), ("second", "small", True)]
+    report = launch_report(CONDITIONS, tmp_path, (), Layers(1, 1))
+    assert (report["num_launches"], report["num_branched"]) == (7, 6)
+    smaller = CONDITIONS.replace("  %b = f32[8]{0} copy(%a)\n", "").replace("copy(%b)", "bitcast(%a)")
+    kinds = [each.source.split("/")[-2] for each in launches(smaller) if each.kind == "attention"]
+    assert kinds == ["paged_decode_attention"]  # two kernels against three
+
+
 def test_types_have_their_bytes() -> None:
     assert num_bytes("(bf16[8,4]{1,0:T(8,128)(2,1)}, /*index=1*/s32[2]{0}, pred[], f8e4m3fn[16]{0})") == 64 + 8 + 1 + 16
 
@@ -334,6 +388,17 @@ def test_thunks_between_command_buffers_are_named(tmp_path: Path) -> None:
     )
     (problem,) = launch_report(HLO, tmp_path, (), None)["problems"]
     assert problem == "2 command buffers; kCustomCall outside of them"
+
+
+def test_a_condition_in_no_command_buffer_is_named(tmp_path: Path) -> None:
+    """As one whose branch holds a loop is: the host reads what decides it."""
+    (tmp_path / "module_0001.jit_forward.thunk_sequence_after_thunk_passes.txt").write_text(
+        "000: kCommandBuffer [source]\n    001: kCopy [source | sink] kCopy\n002: kConditional  [sink]   \n"
+        "      false_branch:\n        003: kCustomKernel [source | sink] k_zeros grid: [1, 1, 1]\n"
+        "      true_branch:\n    000: kCommandBuffer [source | sink] \n        004: kCustomKernel [source | sink] k_1\n"
+    )
+    (problem,) = launch_report(HLO, tmp_path, (), None)["problems"]
+    assert problem == "2 command buffers; kConditional, k_zeros outside of them"
 
 
 @pytest.mark.parametrize(("turns", "problems"), [("known", []), ("no", ["2 command buffers; k_less outside of them"])])

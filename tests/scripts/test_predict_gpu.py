@@ -65,6 +65,14 @@ def test_sampled_steps_add_the_program_that_samples() -> None:
     assert sampled.launch_us == 2 * greedy.launch_us
 
 
+def test_steps_with_branches_or_loops_of_unknown_turns_are_left_out() -> None:
+    plain, branched, turning = (
+        compiled(kernel("attention", count), layers=2, steps=["m triton decode 8 greedy"]) for count in (2, 2, 0)
+    )
+    branched["launches"]["num_branched"] = 2
+    assert [len(list(predict([each], 99))) for each in (plain, branched, turning)] == [1, 0, 0]
+
+
 def test_launches_outside_of_one_command_buffer_cost_more() -> None:
     whole, broken = (
         next(predict([compiled(kernel("attention", 2), layers=2, steps=["m triton decode 8 greedy"], buffers=n)], 99))
@@ -272,7 +280,9 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
     lines = [line for line in told["steps"] if line["chip"] == "h200"]
     results = json.loads(KEPT.read_text())["results"]
     assert not [result["program"] for result in results if result["problems"]]
-    forward = [result for result in results if result["launches"]["num_layers"]]
+    branched = [each["program"] for each in results if each["launches"].get("num_branched")]
+    assert branched and all(name.startswith("deepseek-v3.2") for name in branched)  # an index's, which none predicts
+    forward = [each for each in results if each["launches"]["num_layers"] and each["program"] not in branched]
     drawn = {step for result in results if not result["launches"]["num_layers"] for step in result["steps"]}
     every = {step for result in forward for step in result["steps"] if step in drawn or step.endswith(" greedy")}
     assert not {step for step in every - {line["step"] for line in lines} if TOO_LARGE not in step}

@@ -4,7 +4,10 @@ Counts bytes as XLA's own cost analysis does: all operands and results, but of a
 gathers what it takes. Our Pallas kernels are counted without the pages of the KV cache and the page table, of which
 they touch a part that no compiler knows; `predict_gpu.py` adds it. On a TPU bytes are those of its HBM: what lies in
 the chip's own memory counts when it is copied there or back, a matrix that a step fetches for the next one there.
-Imports no JAX. Called by `compile_for`.
+
+Of the branches of a condition those on its largest side are launched: that with the most kernels, then bytes, of all
+branches together that it decides, so that the launches are those of one possible step. Imports no JAX. Called by
+`compile_for`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ FREE = frozenset(
 )
 READS_PART = frozenset(("slice", "dynamic-slice", "gather"))  # of operand 0
 WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand that is written into operand 0
-CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
+CONTAINERS = frozenset(("call", "while", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
 STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0, 1)}  # source and copy in its type
 OUTPUTS_OF_WORDS = 16  # `pallas_kernels.fragments.OUTPUTS`, which needs JAX
@@ -70,6 +73,7 @@ class Launch:
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
       shared_bytes: what of bytes_read is weights of shared experts, in products with experts.
+      is_branched: whether another side of a condition lacks it.
       times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
       peers: the devices that take part in a collective.
     """
@@ -84,6 +88,7 @@ class Launch:
     matrix_bytes: int = 0
     peers: int = 0
     shared_bytes: int = 0
+    is_branched: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class _Module:
     def _in(self, computation: str, times: int) -> Iterator[Launch]:
         by_name = {each.name: each for each in self._computations[computation]}
         copies = Counter(each.operands[0] for each in by_name.values() if each.opcode == "copy-start")
+        sides = self._sides(by_name)
         for each in by_name.values():
             if each.opcode in FREE or each.opcode.endswith("-done"):
                 continue
@@ -136,14 +142,31 @@ class _Module:
                 copied = _copied(each, times)
                 yield replace(copied, matrix_bytes=copied.bytes_read * self._recurs(each.operands[0], by_name))
                 continue
+            if each.opcode == "conditional":
+                inside = self._in(_branches(each)[sides[_named(each.operands[0], by_name)]], times)
+                yield from (replace(launch, is_branched=True) for launch in inside)
+                continue
             count = int(each.attribute(KNOWN_TURNS) or 0) if each.opcode == "while" else 1
-            parts = "body" if each.opcode == "while" and count else "calls|to_apply|body|condition|branch_computations"
+            parts = "body" if each.opcode == "while" and count else "calls|to_apply|body|condition"
             called = re.findall(rf"\b(?:{parts})=\{{?%?([\w.\-]+)", each.rest)
             if each.opcode in CONTAINERS and called:
                 for name in called:
                     yield from self._in(name, times * count)
             else:
                 yield self._launch(each, by_name, times)
+
+    def _sides(self, by_name: dict[str, _Instruction]) -> dict[str, int]:
+        """The number of the largest side of each condition, by the name of what decides it."""
+        sizes: dict[str, dict[int, tuple[int, int]]] = {}
+        for each in by_name.values():
+            if each.opcode == "conditional":
+                of_sides = sizes.setdefault(_named(each.operands[0], by_name), {})
+                for side, branch in enumerate(_branches(each)):
+                    inside = list(self._in(branch, 1))
+                    kernels, moved = of_sides.get(side, (0, 0))
+                    kernels += sum(launch.times for launch in inside)
+                    of_sides[side] = kernels, moved + sum(i.bytes_read + i.bytes_written for i in inside)
+        return {name: max(of_sides, key=lambda side: of_sides[side]) for name, of_sides in sizes.items()}
 
     def _launch(self, each: _Instruction, by_name: dict[str, _Instruction], times: int) -> Launch:
         inside = list(self._with_scope(each, by_name))
@@ -249,6 +272,20 @@ class _Module:
         if "cublas" in each.rest:  # beside the product it has room to work in
             return num_bytes(_elements(each.type)[0]) if each.type.startswith("(") else num_bytes(each.type)
         return num_bytes(each.type)
+
+
+def _branches(conditional: _Instruction) -> list[str]:
+    """The computations of a condition's sides; of a truth's the one for true comes first."""
+    if numbered := conditional.attribute(r"\bbranch_computations=\{([^}]*)\}"):
+        return re.findall(r"[\w.\-]+", numbered)
+    return [conditional.attribute(rf"\b{side}_computation=%?([\w.\-]+)") for side in ("true", "false")]
+
+
+def _named(operand: str, scope: dict[str, _Instruction]) -> str:
+    """The name of what an operand is, or is a bitcast or a copy of."""
+    while (found := scope.get(operand)) is not None and found.opcode in ("bitcast", "copy"):
+        operand = found.operands[0]
+    return operand
 
 
 def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str, _Instruction], times: int) -> Launch:

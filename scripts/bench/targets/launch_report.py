@@ -2,8 +2,9 @@
 
 A forward program of few layers stands for one of many. From the second layer on all layers launch the same kernels,
 which is checked: what lies between the last two attention kernels is a layer, and the rest is launched once. Layers
-that recur in groups, of which one attends, are taken together. Imports no JAX. Called by `compile_for`;
-`predict_gpu.py` reads the result.
+that recur in groups, of which one attends, are taken together. Of branches those on the largest side of their condition
+are counted (`hlo`): in a step with an index, those of sequences longer than what it chooses. Imports no JAX. Called by
+`compile_for`; `predict_gpu.py` reads the result.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def launch_report(
         "recurring": layers.recurring if layers else 0,
         "layer_kinds": dict(kernels_of(layer)),
         "num_launches": sum(each.times for each in whole if each.kind != "prefetch"),
+        "num_branched": sum(each.times for each in whole if each.is_branched),
         **_graphs(buffers, layers),
         "bytes_read": read,
         "bytes_written": sum(each.bytes_written * each.times for each in whole),

@@ -203,7 +203,8 @@ class Predicted:
 def predict(results: list[dict[str, Any]], context: int, assumed: Assumed = ASSUMED) -> Iterator[Predicted]:
     """Yields each step of the results, decode steps with `context` tokens of KV per row.
 
-    Leaves out steps with loops whose turns no compiler knows, as those over blocks of prompts in gated delta-nets.
+    Leaves out steps with loops whose turns no compiler knows, as those over blocks of prompts in gated delta-nets, and
+    with branches, as those with an index: what they read follows from more than the lengths.
     """
     served = [
         each for each in results if each.get("facts") and _is_counted(each)
@@ -225,7 +226,8 @@ def _has_layers(result: dict[str, Any]) -> bool:
 
 
 def _is_counted(result: dict[str, Any]) -> bool:
-    return all(kernel["count"] for kernel in result["launches"]["kernels"])
+    launches = result["launches"]
+    return all(kernel["count"] for kernel in launches["kernels"]) and not launches.get("num_branched")
 
 
 def _step(

@@ -58,6 +58,7 @@ MODELS = (
     "nemotron-3-nano",
     "lfm2-8b-a1b",
     "deepseek-v2-lite",
+    "deepseek-v3.2-32e-fp8",
     "gpt-oss-20b",
 )  # of `bench.models`; a model more is a line more
 ORDERED_MODELS = ("qwen3-0.6b", "qwen3-8b", "phi3-mini")  # of 16 bits, without experts
@@ -67,7 +68,8 @@ SHARED_MODELS = (
     "qwen3-vl-30b-a3b",
     "qwen3-vl-235b-a22b",
 )  # on several devices; those of experts have whole experts each (--ep)
-COMPILED_LAYERS = 4  # at least; of layers that recur in groups, three groups
+COMPILED_LAYERS = 4  # after those of their own; of layers that recur in groups, three groups
+MOST_OWN = 4  # first layers that differ from those that recur, such as those without experts
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
 RANK_ROWS = 16  # that decode in each rank
@@ -103,12 +105,13 @@ class Served:
     @property
     def layers(self) -> Layers:
         """Those that are compiled, and stand for all: where no groups recur, all."""
-        of_all, sizes = self.arch.layers, range(1, max(2, len(self.arch.layers) // 3 + 1))
-        period = next((n for n in sizes if of_all[n:-n] == of_all[2 * n :]), None)
-        if period is None:
-            return Layers(len(of_all), len(of_all), len(of_all))
-        has_own_first = of_all[0] != of_all[period]  # one without experts, before those that recur
-        return Layers(COMPILED_LAYERS + has_own_first if period == 1 else 3 * period, len(of_all), period)
+        of_all = self.arch.layers
+        for period in range(1, len(of_all) // 3 + 1):
+            for own in range(max(period, MOST_OWN) + 1):
+                compiled = COMPILED_LAYERS + own if period == 1 else (3 + -(-own // period)) * period
+                if compiled <= len(of_all) and of_all[own:-period] == of_all[own + period :]:
+                    return Layers(compiled, len(of_all), period)
+        return Layers(len(of_all), len(of_all), len(of_all))
 
     def backends(self, target: Target) -> tuple[str, ...]:
         """Those of attention to compile for the target; Mosaic's on GPUs takes no latents."""
@@ -201,7 +204,13 @@ class Served:
 
 def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
     """The model on those chips, `kv_cache_dtype` as the engine's flag; None where it doesn't fit."""
-    home = write_config(name, folder / name)
+    return served_from(write_config(name, folder / name), name, target, mesh, kv_cache_dtype)
+
+
+def served_from(
+    home: Path, name: str, target: Target, mesh: Mesh, kv_cache_dtype: str = "auto", *, fits: bool = False
+) -> Served | None:
+    """The same of the folder `home`; if it `fits`, a smaller chip than twice its weights gets as much memory."""
     config = EngineConfig(
         model=str(home),
         chunked_prefill_size=EXTEND_TOKENS,
@@ -225,10 +234,11 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
     states = choose_states(config, arch, platform, kv_dtype, mesh.shape[TENSOR_AXIS])
     params = placed_params(arch, dtype, mesh)
     weights = bytes_on_one_device(params)
-    static = int(target.memory_bytes * MEM_FRACTION) - weights
+    memory_bytes = max(target.memory_bytes, 2 * weights) if fits else target.memory_bytes
+    static = int(memory_bytes * MEM_FRACTION) - weights
     if static <= 0:
         return None
-    capacity = plan_capacity(config, arch, states, Memory(platform, static, target.memory_bytes - weights))
+    capacity = plan_capacity(config, arch, states, Memory(platform, static, memory_bytes - weights))
     shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
     if num_ranks > 1:
         shared = f"{name}-{num_ranks}x{mesh.shape[TENSOR_AXIS]}"
