@@ -7,6 +7,7 @@
     python scripts/compile_targets.py h200 --grid steps --match 'eagle3|nextn|standalone|stage'    # drafts, and stages
     python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
     python scripts/compile_targets.py h200 --grid steps-ordered    # of --enable-deterministic-inference
+    python scripts/compile_targets.py h200 --grid families         # a decode and a prompt of each architecture
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
     python scripts/compile_targets.py h200 v6e --grid steps --tp 8 # larger models, shared by 8 devices
     python scripts/compile_targets.py h200 --grid steps --tp 16 --ranks 4    # in ranks, here on two hosts of 8 GPUs
@@ -99,7 +100,7 @@ def main() -> int:
     """Compiles, prints the results and writes them; returns 0 if there is no problem."""
     parser = command_parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
-    parser.add_argument("--grid", choices=GRIDS, default="full", help="which programs; full is all of them")
+    parser.add_argument("--grid", choices=GRIDS, default="full", help="which programs; full is all kernels, and steps")
     parser.add_argument("--tp", type=int, default=1, help="devices that share a model, of --grid steps")
     parser.add_argument("--ranks", type=int, default=1, help="that they are divided into (--enable-dp-attention)")
     parser.add_argument("--match", default="", metavar="REGEX", help="only programs whose names match")

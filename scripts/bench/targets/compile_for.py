@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,16 +48,21 @@ def compile_all(
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder), xla_flags)
         devices = target.devices(tp)
-        found = _programs(target, grid, devices, ranks, Path(folder))
-        named = [each for each in found if re.search(match, each.name)]
-        every = [each for each in named if each.name not in done]
+
+        def wanted(name: str) -> bool:
+            return re.search(match, name) is not None and name not in done
+
+        every = [each for each in _programs(target, grid, devices, ranks, Path(folder), wanted) if wanted(each.name)]
         for program in every[share[0] :: share[1]]:
             with target.traced_for(devices[0]):
                 yield _result(program, target, Path(folder), ptxas)
 
 
-def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: int, folder: Path) -> Iterator[Program]:
-    from bench.targets import drafts, programs, stages, steps
+def _programs(
+    target: Target, grid: str, devices: list[jax.Device], num_ranks: int, folder: Path, wanted: Callable[[str], bool]
+) -> Iterator[Program]:
+    """Yields the programs of the grid, of families only those that are wanted."""
+    from bench.targets import drafts, families, programs, stages, steps
     from jaxsgl.weights.sharding import make_mesh
     from pallas_kernels.specs import (
         COMMON_SPECS,
@@ -74,6 +79,9 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], num_ranks: i
         return
     if grid == "steps-float8":
         yield from steps.programs_of_models(target, mesh, folder, "fp8_e4m3")
+        return
+    if grid == "families":
+        yield from families.family_programs(target, mesh, folder, wanted)
         return
     if grid == "steps-ordered":
         yield from steps.ordered_programs(target, mesh, folder)
@@ -131,7 +139,7 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
     problems = _cache_problems(program, memory, text)
     if program.argument_bytes is not None:
         problems += _part_problems(memory.argument_size_in_bytes, program.argument_bytes)
-    if target.platform == "cuda" and program.backend != "auto":
+    if target.platform == "cuda":
         problems += _spills(kernels) if program.backend == "any" else _code_problems(program, kernels)
     if program.is_step:
         result |= {"steps": program.steps, "facts": program.facts}

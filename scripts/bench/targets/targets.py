@@ -27,7 +27,7 @@ from bench.processes import ROOT, python_path
 if TYPE_CHECKING:
     import jax
 
-GRIDS = ("common", "steps", "steps-float8", "steps-ordered", "full")
+GRIDS = ("common", "steps", "steps-float8", "steps-ordered", "families", "full")
 JAX_VERSION = "0.11.2"  # has plug-in wheels for all targets
 
 

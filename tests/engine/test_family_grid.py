@@ -1,0 +1,33 @@
+"""`compile_targets.py --grid families` has a model of each architecture that is served."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from bench.family_shapes import CHANGES, CLASSES, write_family_config
+from bench.targets.families import family, family_programs, programs_of
+from bench.targets.targets import TARGETS
+
+from jaxsgl.models import ModelArch
+from jaxsgl.models.families import TOLD_NAMES
+from jaxsgl.weights.sharding import make_mesh
+
+
+@pytest.mark.parametrize("name", TOLD_NAMES)
+def test_each_architecture_has_sizes(name: str, tmp_path: Path) -> None:
+    """A new one needs a line of `CLASSES` if transformers has no class for it, of `CHANGES` if defaults don't fit."""
+    assert ModelArch.from_folder(write_family_config(name, tmp_path)).layers
+
+
+def test_what_differs_from_the_defaults_is_of_architectures_that_are_served() -> None:
+    assert not (CHANGES.keys() | CLASSES.keys()) - set(TOLD_NAMES)
+
+
+def test_a_model_larger_than_the_chip_has_a_decode_a_prompt_and_a_picture(tmp_path: Path) -> None:
+    h200, mesh = TARGETS["h200"], make_mesh(jax.devices()[:1])
+    model = family("Qwen2VLForConditionalGeneration", h200, mesh, tmp_path)
+    assert model.weight_bytes() > 0.85 * h200.memory_bytes
+    kinds = ("decode", "extend", "encode")
+    assert [each.name for each in programs_of(model)] == [f"Qwen2VLForConditionalGeneration {kind}" for kind in kinds]
+    found = family_programs(h200, mesh, tmp_path, "GPT2LMHeadModel extend".__eq__)
+    assert [each.name for each in found] == ["GPT2LMHeadModel decode", "GPT2LMHeadModel extend"]
