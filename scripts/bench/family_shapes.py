@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from bench.models import COMPILED_SHAPES
@@ -76,7 +77,8 @@ def write_family_config(architecture: str, folder: Path) -> Path:
 def _model_types() -> dict[str, str]:
     """The `model_type` of each architecture; a decoder's own, where its whole model has the same class."""
     found: dict[str, str] = {}
-    for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    mappings = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+    for names in mappings:
         for model_type, classes in names.items():
             own = f"{model_type}_text"
             for name in (classes,) if isinstance(classes, str) else classes:

@@ -31,3 +31,5 @@ def test_a_model_larger_than_the_chip_has_a_decode_a_prompt_and_a_picture(tmp_pa
     assert [each.name for each in programs_of(model)] == [f"Qwen2VLForConditionalGeneration {kind}" for kind in kinds]
     found = family_programs(h200, mesh, tmp_path, "GPT2LMHeadModel extend".__eq__)
     assert [each.name for each in found] == ["GPT2LMHeadModel decode", "GPT2LMHeadModel extend"]
+    encoder = family_programs(h200, mesh, tmp_path, "BertModel pool".__eq__)
+    assert [each.name for each in encoder] == ["BertModel pool"]

@@ -1,4 +1,5 @@
-"""A decode and a prompt of each architecture that is served, as programs to compile, and a picture where it sees any.
+"""A decode and a prompt of each architecture that is served, as programs to compile, and a picture where it sees any;
+of encoders a prompt that is pooled.
 
 Models larger than the chip are compiled too, as for a chip of twice their size. Few layers are compiled, as of a model
 of the table (`steps`), with the kernels that the engine would choose. Called by `compile_for`.
@@ -19,7 +20,7 @@ from bench.targets.targets import Target
 from jaxsgl.models.families import TOLD_NAMES
 from pallas_kernels.choice import AUTO
 
-KINDS = ("decode", "extend", "encode")
+KINDS = ("decode", "extend", "encode", "pool")
 
 
 def family_programs(target: Target, mesh: Mesh, folder: Path, wanted: Callable[[str], bool]) -> Iterator[Program]:
@@ -40,8 +41,9 @@ def programs_of(model: Served) -> Iterator[Program]:
     """Yields the programs of one architecture; a prompt is as long as its context, if that is shorter."""
     spec, buckets = with_few_layers(model, AUTO), model.buckets
     pages: Any = on_one_device(spec.state.kv.k[0])
-    sizes = DECODE_ROWS[1], min(EXTEND_TOKENS, buckets.extend_sizes[-1])
-    for kind, size in zip(KINDS[:2], sizes, strict=True):
+    prompt = min(EXTEND_TOKENS, buckets.extend_sizes[-1])
+    sizes = {"decode": DECODE_ROWS[1], "extend": prompt} if buckets.generates else {"pool": prompt}
+    for kind, size in sizes.items():
         name, bucket = f"{model.name} {kind}", model.bucket(kind, size, "greedy")
         plain = Program(
             name, AUTO, spec.forward(bucket).trace, pages, 0, on_matrix_units=False, steps=(name,), facts={}

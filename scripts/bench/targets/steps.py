@@ -127,6 +127,8 @@ class Served:
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
         buckets = self.buckets
+        if kind == "pool":
+            return buckets.pool(size, EXTEND_SEQS)
         greedy = buckets.decode(size) if kind == "decode" else buckets.extend(size, EXTEND_SEQS)
         return dataclasses.replace(greedy, **SAMPLINGS[sampling])
 
