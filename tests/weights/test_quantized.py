@@ -79,12 +79,14 @@ def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, f
         assert np.abs(dequantized).max(-1) == pytest.approx(np.abs(weights).max(-1), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", daily(["qwen3_5", "qwen3_next"], every=2))
+@pytest.mark.parametrize("kind", daily(["qwen3_5", "qwen3_next", "kimi_linear"], every=2))
 def test_delta_nets_are_quantized_at_load_but_for_their_gates(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
     whole: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
-    _, params = quantized(folder, "int8")
-    found, plain = ({name: np.asarray(param[...]) for name, param in each["layers"][0]["delta_net"].items()}
+    arch, params = quantized(folder, "int8")
+    assert arch.recurrent_net is not None
+    module = arch.recurrent_net.module
+    found, plain = ({name: np.asarray(param[...]) for name, param in each["layers"][0][module].items()}
                     for each in (params, whole))  # fmt: skip
     num_rows = found["qkvz"].shape[1]
     np.testing.assert_array_equal(found["gates"], plain["inputs"][:, num_rows:])
