@@ -89,6 +89,7 @@ class Pages:
         self._page_table = page_table_SP
         self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
+        self._seen_in: dict[int | None, jax.Array | None] = {}  # by windows on both sides
         self._chosen: jax.Array | None = None  # positions `[T, k]` that the last index chose
 
     def attend(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
@@ -115,12 +116,17 @@ class Pages:
     ) -> jax.Array:
         """Attention of an extend; where the layer sees ahead, by a kernel that can."""
         a, backend = self._places, self._kernels.paged_extend_attention
-        seen = a.seen if options.sees_ahead else None
-        if seen is not None and options.symmetric and options.sliding_window is not None:
-            seen = jnp.minimum(seen, a.positions + options.sliding_window)
+        seen = self._seen(options.sliding_window if options.symmetric else None) if options.sees_ahead else None
         if seen is not None and not sees_ahead(backend):
             backend = AUTO
         return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, seen, backend=backend)
+
+    def _seen(self, window: int | None) -> jax.Array | None:
+        """`[T]` how many tokens each token sees, at most `window` from itself on; made once for all layers."""
+        if window not in self._seen_in:
+            seen, positions = self._places.seen, self._places.positions
+            self._seen_in[window] = seen if seen is None or window is None else jnp.minimum(seen, positions + window)
+        return self._seen_in[window]
 
     def _paged(self, place: int) -> PagedKv:
         scales = _of_heads(self._scales.k[place]), _of_heads(self._scales.v[place])

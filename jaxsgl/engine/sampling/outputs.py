@@ -99,8 +99,11 @@ def _pooled(spec: PoolingSpec, hidden_TD: jax.Array, last_SD: jax.Array, query_o
 
 
 def _sums(hidden_TD: jax.Array, query_offsets: jax.Array) -> jax.Array:
-    """`[S, D]` float32 sums over the tokens of each sequence; padding tokens come after all of them."""
-    num_seqs = len(query_offsets) - 1
-    seqs_T = jnp.searchsorted(query_offsets[1:], jnp.arange(len(hidden_TD)), side="right")
-    sums_SD = jnp.zeros((num_seqs, hidden_TD.shape[1]), jnp.float32)
-    return sums_SD.at[seqs_T].add(hidden_TD.astype(jnp.float32), mode="drop")
+    """`[S, D]` float32 sums over the tokens of each sequence; padding tokens come after all of them.
+
+    A product with ones and zeros: a GPU would add rows up one after the other, outside of its command buffer.
+    """
+    places_T = jnp.arange(len(hidden_TD))
+    is_own_ST = (places_T >= query_offsets[:-1, None]) & (places_T < query_offsets[1:, None])
+    rows_TD = jnp.where((places_T < query_offsets[-1])[:, None], hidden_TD.astype(jnp.float32), 0.0)
+    return jnp.matmul(is_own_ST.astype(jnp.float32), rows_TD, precision="highest")
