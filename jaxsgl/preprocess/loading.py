@@ -126,12 +126,11 @@ def _joined(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: 
     picture = _opened(file.content, bounds.max_pixels, name)
     left.take_pixels(picture.width * picture.height, name)
     if settings.resolutions:
-        ways = [joined_tiles(*size, settings, most) for size in (picture.size, picture.size[::-1])]
-        largest = [(max(way.height for way in ways), max(way.width for way in ways)), (side, side)]
-        num_bytes = _view_bytes(picture, file.content, largest)
-        num_bytes += 2 * CHANNELS * max(way.all_height * way.all_width for way in ways)
+        ways = [joined_tiles(*size, settings, most) for size in (picture.size, picture.size[::-1])]  # it may be turned
+        scaling = max(_view_bytes(picture, file.content, [(way.height, way.width), (side, side)]) for way in ways)
+        num_bytes = max(scaling, 4 * CHANNELS * max(way.all_height * way.all_width for way in ways))
     else:
-        num_bytes = _view_bytes(picture, file.content, [(side, side)]) + 4 * max(picture.size) ** 2
+        num_bytes = _view_bytes(picture, file.content, [(side, side)]) + max(picture.size) ** 2
     del picture
     with bounds.room.taken(num_bytes, name):
         tiles, tiling = _tiles(file.content, settings, bounds, name, side, most)
@@ -150,8 +149,11 @@ def _tiles(
         square = pictures.on_square(picture, turn, (red, green, blue), side, settings.resample)
         return [np.asarray(square)], Tiling(0, 0, 0, 0, 0)
     way = joined_tiles(height, width, settings, most)
-    whole = np.asarray(pictures.scaled(picture, turn, side, side, settings.resample))
-    inner = np.asarray(pictures.scaled(picture, turn, way.width, way.height, settings.resample))
+    views = [
+        pictures.scaled(picture, turn, *size, settings.resample) for size in ((side, side), (way.width, way.height))
+    ]
+    del picture  # its memory
+    whole, inner = map(np.asarray, views)
     filled = np.zeros((way.all_height, way.all_width, CHANNELS), np.uint8)
     top, left = (way.all_height - way.height) // 2, (way.all_width - way.width) // 2
     filled[top : top + way.height, left : left + way.width] = inner

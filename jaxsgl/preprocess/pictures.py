@@ -173,13 +173,16 @@ def on_square(
 ) -> Image.Image:
     """Returns the same in the middle of a square of that colour, which is scaled to sides of `side`."""
     width, height = upright_size(picture, turn)
-    longer = max(width, height)
-    square = Image.new("RGB", (longer, longer), colour)
-    lines = max(1, STRIP_PIXELS // width)
-    for top in range(0, height, lines):
-        strip = to_rgb(_upright_strip(picture, turn, top, min(top + lines, height)))
-        square.paste(strip, ((longer - width) // 2, (longer - height) // 2 + top))
-    return square.resize((side, side), Image.Resampling(resample))
+    longer, lines = max(width, height), max(1, STRIP_PIXELS // width)
+
+    def scaled_band(band: int) -> Image.Image:
+        square = Image.new("L", (longer, longer), colour[band])
+        for top in range(0, height, lines):
+            strip = to_rgb(_upright_strip(picture, turn, top, min(top + lines, height)))
+            square.paste(strip.getchannel(band), ((longer - width) // 2, (longer - height) // 2 + top))
+        return square.resize((side, side), Image.Resampling(resample))
+
+    return Image.merge("RGB", [scaled_band(band) for band in range(3)])
 
 
 def _is_scaled_as_it_is(picture: Image.Image, turn: Image.Transpose | None) -> bool:

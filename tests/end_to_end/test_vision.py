@@ -291,6 +291,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
         ("glm4v", 2, True),
         ("glm4v_moe", 2, False),
         ("internvl_moe", 2, True),
+        ("llava_onevision", 2, True),
     ],
 )
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(

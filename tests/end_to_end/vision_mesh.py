@@ -18,13 +18,24 @@ from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests.end_to_end.offline import new_scheduler, outputs, serve
-from tests.vision_models import WHOLE_GRIDS, WITH_LINES, WITH_TILES, request, request_in_lines, request_of_whole_images
+from tests.vision_models import (
+    WHOLE_GRIDS,
+    WITH_JOINED,
+    WITH_LINES,
+    WITH_TILES,
+    request,
+    request_in_lines,
+    request_of_joined,
+    request_of_whole_images,
+)
 
 OF_ONE_SIZE = (*WHOLE_GRIDS, *WITH_TILES)
 
 
 def asked(kind: str, request_id: str, grids: list[Grid], seed: int) -> Request:
     """A request with images of `grids`, or with as many of the one size that the model takes."""
+    if kind in WITH_JOINED:
+        return request_of_joined(request_id, kind, len(grids), seed)
     if kind in OF_ONE_SIZE:
         return request_of_whole_images(request_id, len(grids), seed, kind)
     return request_in_lines(request_id, grids, seed) if kind in WITH_LINES else request(request_id, grids, seed)
@@ -40,7 +51,7 @@ def requests(kind: str) -> list[Request]:
 def main() -> None:
     case = json.load(sys.stdin)
     kind = case["kind"]
-    pool_tokens = 48 if kind == "gemma4" else 80
+    pool_tokens = 48 if kind == "gemma4" else 100 if kind in WITH_JOINED else 80
     config = EngineConfig(
         model=str(Path(case["folder"])),
         tp=case["tp"],
@@ -51,14 +62,18 @@ def main() -> None:
         chunked_prefill_size=32,
         extend_buckets=(32,),
         decode_buckets=(4,),
-        vision=VisionConfig(mm_max_patches=256, mm_pool_tokens=pool_tokens, mm_enable_dp_encoder=case["shares"]),
+        vision=VisionConfig(
+            mm_max_patches=80 if kind in WITH_JOINED else 256,
+            mm_pool_tokens=pool_tokens,
+            mm_enable_dp_encoder=case["shares"],
+        ),
     )
     engine = Engine(config, progress=False)
     given = requests(kind)
     answers = outputs(serve(engine, [given]), given)
     scheduler = new_scheduler(engine, radix=False)
     turns = []
-    large: list[Grid] = [(1, 8, 8)] * 4 if kind in OF_ONE_SIZE else [(1, 14, 16)]
+    large: list[Grid] = [(1, 8, 8)] * 4 if kind in (*OF_ONE_SIZE, *WITH_JOINED) else [(1, 14, 16)]
     for number, seed in enumerate((41, 42, 41)):  # the pool holds the images of one of two requests
         mailbox = ScriptedMailbox([[asked(kind, str(number), large, seed)]])
         run_loop(scheduler, engine, mailbox, 1)
