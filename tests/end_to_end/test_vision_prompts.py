@@ -52,6 +52,7 @@ from tests.vision_models import (
     OF_CLIP,
     OF_GLM,
     OF_IDEFICS,
+    RESOLUTIONS,
     START,
     VIDEO,
     VIDEO_END,
@@ -415,15 +416,11 @@ def test_pictures_of_llava_give_transformers_tokens(kind: str, tmp_path: Path) -
 def joined_processors(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     """The image processor of tiles that are joined, what writes their placeholders, and what is told of both."""
     square = {"height": 16, "width": 16}
-    if kind == "llava_onevision":
-        told, pixels, writer = (
-            {"size": square},
-            LlavaOnevisionImageProcessorPil,
-            object.__new__(LlavaOnevisionProcessor),
-        )
-    else:
-        told, pixels = told | {"size": {"shortest_edge": 16}, "crop_size": square}, LlavaNextImageProcessorPil
-        writer = object.__new__(LlavaNextProcessor)
+    told: dict[str, Any] = {"image_grid_pinpoints": RESOLUTIONS, "size": square}
+    pixels, writer = LlavaOnevisionImageProcessorPil, object.__new__(LlavaOnevisionProcessor)
+    if kind != "llava_onevision":
+        told |= {"size": {"shortest_edge": 16}, "crop_size": square}
+        pixels, writer = LlavaNextImageProcessorPil, object.__new__(LlavaNextProcessor)
     writer.image_processor, writer.image_token, writer.patch_size = pixels(**told), "<image>", 4
     writer.num_additional_image_tokens, writer.num_image_tokens, writer.vision_aspect_ratio = 1, 16, "anyres_max_2"
     writer.vision_feature_select_strategy = "full" if kind == "llava_onevision" else "default"
