@@ -28,6 +28,7 @@ from pallas_kernels.api.experts import (
     joins_shared,
     products_with_shared,
 )
+from pallas_kernels.api.grouped import attend_to_groups
 from pallas_kernels.api.norms import add_and_norm, add_and_norm_in_float8
 from pallas_kernels.api.products import (
     device_multiplies_float8,
@@ -41,6 +42,7 @@ from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS, sees_ahead
 from pallas_kernels.experts import Choices, GatedUnit, Groups, UnitWeights, add_choices
+from pallas_kernels.grouped_tokens import GroupedCache, GroupedQkv, GroupParts
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
@@ -56,6 +58,9 @@ __all__ = [
     "Choices",
     "FusedQkv",
     "GatedUnit",
+    "GroupParts",
+    "GroupedCache",
+    "GroupedQkv",
     "Groups",
     "KernelChoice",
     "LatentHeads",
@@ -71,6 +76,7 @@ __all__ = [
     "add_and_norm_in_float8",
     "add_choices",
     "attend_to_chosen",
+    "attend_to_groups",
     "choose_experts",
     "choose_tokens",
     "decode_latents",

@@ -44,22 +44,23 @@ def unit_of(sides: Sequence[jax.Array], activation: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class GatedUnit:
-    """What becomes of a gate and what it multiplies: activation(gate) * up, or with a limit gpt-oss's unit."""
+    """What becomes of a gate and what it multiplies: activation(gate) * up, or a unit with bounds."""
 
     activation: str = "silu"
     """One of `ACTIVATIONS`; no matter with a limit."""
     limit: float | None = None
     """Gates are at most this, and what they multiply at most this far from 0."""
     alpha: float = 1.0
+    offset: float = 1.0
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Of equal shapes and dtypes. With a limit gate * sigmoid(alpha * gate) * (up + 1)."""
+        """Of equal shapes and dtypes. With a limit gate * sigmoid(alpha * gate) * (up + offset)."""
         if self.limit is None:
             return ACTIVATIONS[self.activation](gate) * up
         gate = jnp.minimum(gate, self.limit)
         up = jnp.clip(up, -self.limit, self.limit)
         turned = (np.float32(self.alpha) * gate).astype(gate.dtype)  # in bfloat16 the factor would be rounded first
-        return gate * jax.nn.sigmoid(turned) * (up + 1)
+        return gate * jax.nn.sigmoid(turned) * (up + self.offset)
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.sums import row_sums, softmax
 
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen", "sparse_mixer"]
+Score: TypeAlias = Literal[
+    "softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen", "sparse_mixer", "root_of_softplus"
+]  # fmt: skip
 
 TINY = 1e-20  # keeps a sum of sigmoids from being 0
 
@@ -68,6 +70,8 @@ def choose_by_xla(
         scores = softmax(logits)
     elif router.score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
+    elif router.score == "root_of_softplus":
+        scores = root_of_softplus(logits)
     else:
         scores = logits
     ranks = scores if choice_bias is None else scores + choice_bias
@@ -91,6 +95,19 @@ def choose_by_xla(
         jnp.concatenate([experts, jnp.broadcast_to(numbers, shape)], axis=1),
         jnp.concatenate([shares, jnp.broadcast_to(of_shared[:, None], shape)], axis=1),
     )
+
+
+def shares_of_told(router: Router, logits: jax.Array, experts: jax.Array) -> jax.Array:
+    """The shares `[T, k]` float32 of experts `[T, k]` that something else has chosen, by logits `[T, E]` or parts."""
+    if logits.ndim == 3:
+        logits = jnp.sum(logits, axis=0)
+    shares = jnp.take_along_axis(root_of_softplus(logits), experts, axis=-1)
+    return shares / (row_sums(shares, keepdims=True) + TINY) * router.scale
+
+
+def root_of_softplus(logits: jax.Array) -> jax.Array:
+    """The scores of DeepSeek V4."""
+    return jnp.sqrt(jax.nn.softplus(logits))
 
 
 def _by_sparse_mixer(router: Router, logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -41,6 +41,9 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("tid2eid"):
+                count = model.config.n_routed_experts
+                buffer.copy_(torch.rand(len(buffer), count).argsort(dim=1)[:, : buffer.shape[1]])
             elif name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn_like(buffer))
     torch.random.set_rng_state(generator_state)

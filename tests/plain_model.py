@@ -14,8 +14,9 @@ from jaxsgl.models import Attend, ModelArch, Qkv, StepContext, abstract_model
 from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
-from pallas_kernels import AttentionOptions, LatentQkv, TokenIndex
+from pallas_kernels import AttentionOptions, GroupedQkv, GroupParts, LatentQkv, TokenIndex
 from pallas_kernels.delta_tokens import ChannelTokens, DeltaTokens, MambaTokens, SelectiveTokens, StateTokens
+from pallas_kernels.grouped_tokens import turn_pairs
 from pallas_kernels.short_conv import ConvTokens
 
 
@@ -24,6 +25,8 @@ def causal_attend(arch: ModelArch) -> Attend:
     chosen: list[jax.Array] = []  # `[T, T]` by each index in turn
 
     def attend(place: int, qkv: Qkv | Queries, sinks: jax.Array | None) -> jax.Array:
+        if isinstance(qkv, GroupedQkv):
+            return plain_grouped_attention(qkv, arch.attention_options(arch.attention_layers[place]), sinks)
         if isinstance(qkv, Queries):
             q_TNH, (k_TKH, v_TKH) = qkv.heads, stored[place]
         else:
@@ -49,6 +52,53 @@ def plain_choice(index: TokenIndex, count: int) -> jax.Array:
     mask = jnp.tril(jnp.ones(scores.shape, bool))
     places = jnp.argsort(jnp.argsort(jnp.where(mask, -scores, jnp.inf), axis=-1), axis=-1)
     return mask & (places < count)
+
+
+def plain_grouped_attention(qkv: GroupedQkv, options: AttentionOptions, sinks: jax.Array | None) -> jax.Array:
+    """Each query attends to the tokens of its window, and to one entry of each whole group up to itself."""
+    num_tokens, _, head_dim = qkv.queries.shape
+    number = jnp.arange(num_tokens)
+    seen = (number <= number[:, None]) & (number > number[:, None] - (options.sliding_window or num_tokens))
+    keys = qkv.entries
+    if qkv.groups is not None and num_tokens >= qkv.groups.size:
+        entries, sees_entry = plain_entries(qkv.groups, head_dim)
+        keys, seen = jnp.concatenate([keys, entries]), jnp.concatenate([seen, sees_entry], axis=1)
+    scores = jnp.einsum("tnh,sh->nts", qkv.queries, keys, precision="highest") * options.scale(head_dim)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    assert sinks is not None
+    column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("nts,sh->tnh", weights, keys, precision="highest").astype(qkv.queries.dtype)
+
+
+def plain_entries(parts: GroupParts, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """The entries `[T // m, H]` of whole groups, and which of them each token attends to."""
+    m, num_tokens = parts.size, len(parts.numbers)
+    number = num_tokens // m
+    numbers, gates = (x[: number * m].reshape(number, m, *x.shape[1:]) for x in (parts.numbers, parts.gates))
+    gates = gates + parts.bias
+    of_own, gates_of_own = numbers[:, :, -1], gates[:, :, -1]
+    if numbers.shape[2] == 2:
+        before = jnp.pad(numbers[:-1, :, 0], ((1, 0), (0, 0), (0, 0)))
+        gates_before = jnp.pad(gates[:-1, :, 0], ((1, 0), (0, 0), (0, 0)), constant_values=-jnp.inf)
+        of_own = jnp.concatenate([before, of_own], axis=1)
+        gates_of_own = jnp.concatenate([gates_before, gates_of_own], axis=1)
+    means = (of_own * jax.nn.softmax(gates_of_own, axis=1)).sum(axis=1)
+    angles = (jnp.arange(number) * m)[:, None] * parts.frequencies
+
+    def finished(means: jax.Array, scales: jax.Array) -> jax.Array:
+        normed = means / jnp.sqrt((means**2).mean(axis=-1, keepdims=True) + parts.eps) * scales
+        return turn_pairs(normed, jnp.cos(angles), jnp.sin(angles))
+
+    entries = finished(means[:, :head_dim], parts.scales[:head_dim])
+    seen = jnp.arange(number) < ((jnp.arange(num_tokens) + 1) // m)[:, None]
+    if parts.index_queries is None or parts.index_weights is None:
+        return entries, seen
+    keys = finished(means[:, head_dim:], parts.scales[head_dim:])
+    of_heads = jnp.einsum("qhi,ki->qkh", parts.index_queries, keys, precision="highest")
+    scores = (jnp.maximum(of_heads, 0) * parts.index_weights[:, None]).sum(axis=-1)
+    places = jnp.argsort(jnp.argsort(jnp.where(seen, -scores, jnp.inf), axis=-1), axis=-1)
+    return entries, seen & (places < parts.num_chosen)
 
 
 def causal_attention(

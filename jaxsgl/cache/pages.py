@@ -97,6 +97,12 @@ def ends_page(num_tokens: ArrayT, page_size: int) -> ArrayT:
     return ends
 
 
+def groups_of(page_size: int, group_size: int) -> int:
+    """How many groups of so many tokens a page holds, which must be whole ones."""
+    assert ends_page(page_size, group_size), f"pages of {page_size} tokens don't hold whole groups of {group_size}"
+    return page_size // group_size
+
+
 def pages_before_ends(
     steps: npt.NDArray[np.int64], known: npt.NDArray[np.int64], page_size: int
 ) -> npt.NDArray[np.int64]:

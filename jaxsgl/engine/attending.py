@@ -20,11 +20,14 @@ from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
     AttentionOptions,
+    GroupedCache,
+    GroupedQkv,
     KernelChoice,
     LatentQkv,
     PagedKv,
     absorb_and_store,
     attend_to_chosen,
+    attend_to_groups,
     choose_tokens,
     decode_latents,
     paged_decode_attention,
@@ -86,6 +89,8 @@ class Pages:
         scales: KvScales | None = None,
     ) -> None:
         self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
+        self._groups, self._sums = list(kv.groups), list(kv.sums)  # of layers that have groups of tokens, in order
+        self._next_group = 0
         self._page_table = page_table_SP
         self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
         self._scales = scales or KvScales.of_one(len(kv.k))
@@ -94,6 +99,8 @@ class Pages:
 
     def attend(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
+        if isinstance(qkv, GroupedQkv):
+            return self._attend_to_groups(place, qkv, sinks)
         if isinstance(qkv, LatentQkv | Queries):
             return self._attend_latent(place, qkv) if isinstance(qkv, LatentQkv) else self._attend_to_stored(place, qkv)
         a, kernels, head_dim = self._places, self._kernels, qkv.head_dim
@@ -144,6 +151,23 @@ class Pages:
         else:
             out_TNH = self._extend(q_TNH, kv, options)
         return kept.own_numbers(out_TNH, head_dim)
+
+    def _attend_to_groups(self, place: int, qkv: GroupedQkv, sinks: jax.Array | None) -> jax.Array:
+        """The same over a window and entries of groups of tokens."""
+        a, offsets = self._places, self._places.query_offsets
+        if self._kind == "decode":
+            offsets = jnp.arange(len(a.slots) + 1, dtype=jnp.int32)
+        own: tuple[jax.Array | None, jax.Array | None] = (None, None)
+        if qkv.groups is not None:
+            own = self._groups[self._next_group], self._sums[self._next_group]
+        cache = GroupedCache(self._k[place], *own, self._page_table, a.lengths)
+        options = self._options[place].for_heads(qkv.queries.shape[2])
+        out_TNH, cache = attend_to_groups(qkv, cache, a.slots, offsets, options, sinks)
+        self._k[place] = cache.tokens
+        if cache.groups is not None and cache.sums is not None:
+            self._groups[self._next_group], self._sums[self._next_group] = cache.groups, cache.sums
+            self._next_group += 1
+        return out_TNH
 
     def _attend_latent(self, place: int, qkv: LatentQkv) -> jax.Array:
         """The same over entries, whose values are a part of themselves; `[T, N, V]`, each head's output."""
@@ -198,7 +222,7 @@ class Pages:
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""
         a, kernels = self._places, self._kernels
-        assert not isinstance(qkv, Queries), "layers that draft store keys of their own"
+        assert not isinstance(qkv, Queries | GroupedQkv), "layers that draft store keys of their own"
         if isinstance(qkv, LatentQkv):
             self._k[place] = store_entries(self._k[place], qkv.entries, a.slots)
             return jnp.zeros((qkv.num_tokens, qkv.heads.num_heads, qkv.heads.num_outputs), qkv.dtype)
@@ -211,7 +235,7 @@ class Pages:
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""
-        return KvBuffers(tuple(self._k), tuple(self._v))
+        return KvBuffers(*map(tuple, (self._k, self._v, self._groups, self._sums)))
 
 
 def _of_heads(scale: Scale) -> Scale:

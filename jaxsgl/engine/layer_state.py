@@ -7,7 +7,8 @@
 
 An array by page has a part for each page of the pool, an array by row one for each row of running requests. Attention
 keeps K and V by page, whatever its window, and nothing by row; nothing at all if it reads another layer's. A gated
-delta-net, a layer of Mamba-2 or a short convolution keeps its state by row and nothing by page. A mixer that keeps
+delta-net, a layer of Mamba-2 or a short convolution keeps its state by row and nothing by page. Groups of tokens have
+their entries and sums by page. A mixer that keeps
 something else is a row of `layer_states` and, if `KvBuffers` or `StateBuffers` has no field of that name yet, a field
 there; a latent cache is a "k" without a "v". Knows no requests and no programs.
 """
@@ -23,10 +24,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_api import PageLayout
+from jaxsgl.cache.pages import groups_of
 from jaxsgl.models import ModelArch, kv_cache_flag
-from jaxsgl.models.layer_spec import KvHeads, LayerSpec, RecurrentNet
+from jaxsgl.models.layer_spec import GroupedAttention, KvHeads, LayerSpec, RecurrentNet
 from jaxsgl.models.tensor_parallel import DATA_AXIS, MESH_AXES_OF, mesh_axes
 from jaxsgl.weights.sharding import replicated
+from pallas_kernels.grouped_tokens import num_sums
 from pallas_kernels.kept_heads import KeptHeads
 
 
@@ -157,6 +160,17 @@ def latent_state(num_copies: int, page_size: int, entry_dim: int, dtype: jnp.dty
     return LayerState(attention_state(num_copies, page_size, entry_dim, dtype).by_page[:1])
 
 
+def grouped_state(mixer: GroupedAttention, page_size: int, head_dim: int, dtype: jnp.dtype) -> LayerState:
+    """What a layer over windows and groups of tokens keeps: an entry of each token, and of each group."""
+    entries = StateArray("k", (1, page_size, head_dim), dtype, (None, None, None))
+    if mixer.groups is None:
+        return LayerState((entries,))
+    width, shared = mixer.groups.entry_size(head_dim), (None, None, None)
+    of_groups = StateArray("groups", (1, groups_of(page_size, mixer.groups.size), width), dtype, shared)
+    sums = StateArray("sums", (num_sums(mixer.groups.parts), width), jnp.dtype(jnp.float32), shared[1:])
+    return LayerState((entries, of_groups, sums))
+
+
 def recurrent_state(net: RecurrentNet) -> LayerState:
     """What a net that recurs keeps: a matrix for each value head, if it has any, and what its convolution read of the
     last tokens.
@@ -192,6 +206,8 @@ def layer_states(
         if layer.mixer is None or layer.keys_from is not None:
             return NOTHING
         heads = layer.heads or arch.kv_heads
+        if isinstance(layer.mixer, GroupedAttention):
+            return grouped_state(layer.mixer, page_size, heads.size, dtype)
         number, width = heads.number, heads.size
         if kept is not None:
             number, width = kept(heads).kept_heads * num_devices, kept(heads).width

@@ -29,11 +29,14 @@ from pallas_kernels.short_conv import ConvStates
 class KvBuffers(NamedTuple):
     """All pages: what layers keep by page, `[num_pages, K, page_size, H]`, written in place.
 
-    A field holds the arrays of its name, of each layer that has one.
+    A field holds the arrays of its name, of each layer that has one. `groups` and `sums` are those of groups of tokens
+    (`pallas_kernels/grouped_tokens.py`).
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
+    groups: tuple[jax.Array, ...] = ()
+    sums: tuple[jax.Array, ...] = ()
 
     def by_layer(self) -> list[tuple[jax.Array, ...]]:
         """The arrays of each layer."""

@@ -27,8 +27,21 @@ from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
 from jaxsgl.models.families import BY_DECODER, BY_TOWER, FAMILIES, TOLD_NAMES
 from jaxsgl.models.families.encoders import ENCODERS
 from jaxsgl.models.family import Family, GateFunction, NormPlaces, OutputGate, Parallel, QkNorm
+from jaxsgl.models.grouped_config import read_connections
 from jaxsgl.models.layer_config import read_latent, read_latent_amplitude, read_layers
-from jaxsgl.models.layer_spec import WHOLE, DenseMlp, KvHeads, Latent, LayerSpec, MoeMlp, RecurrentNet, Stage
+from jaxsgl.models.layer_spec import (
+    WHOLE,
+    Connections,
+    DenseMlp,
+    GroupedAttention,
+    KvHeads,
+    Latent,
+    LayerSpec,
+    MoeMlp,
+    RecurrentNet,
+    Stage,
+    TokenGroups,
+)
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import Quantized, described, read_quantized
@@ -124,6 +137,7 @@ class ModelArch:
       generates: whether tokens are served.
       vision: the tower that makes tokens of images; None: there is none, or images are refused.
       encoder: how it differs from a decoder, if its tokens see their whole prompt.
+      connections: of residual streams next to each other, which every block reads; None: there are none.
       stage: which of the model's layers `layers` are, if they are not all.
       next_layer: the checkpoint's layer after these, which predicts one token more; None: there is none.
     """
@@ -191,6 +205,7 @@ class ModelArch:
     vision: VisionArch | None = None
     next_layer: LayerSpec | None = None
     encoder: Encoder | None = None
+    connections: Connections | None = None
     stage: Stage = WHOLE
 
     @property
@@ -227,6 +242,18 @@ class ModelArch:
     def recurrent_net(self) -> RecurrentNet | None:
         """The net of the layers that keep states, which all have the same; None: no layer keeps any."""
         return next((layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentNet)), None)
+
+    @property
+    def grouped(self) -> GroupedAttention | None:
+        """The mixer of the first layer, if layers attend to windows and groups of tokens, as all of a model do then."""
+        mixer = self.layers[0].mixer
+        return mixer if isinstance(mixer, GroupedAttention) else None
+
+    @cached_property
+    def token_groups(self) -> tuple[TokenGroups, ...]:
+        """The groups of tokens that layers have, each kind once."""
+        mixers = (layer.mixer for layer in self.layers if isinstance(layer.mixer, GroupedAttention))
+        return tuple(dict.fromkeys(filter(None, (mixer.groups for mixer in mixers))))
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
@@ -549,6 +576,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         vision=_read_vision(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
         next_layer=layers.next_spec,
         encoder=encoder,
+        connections=read_connections(config) if family.grouped_tokens else None,
     )
 
 
@@ -813,6 +841,11 @@ def _with_quantization(arch: ModelArch, told: Sequence[tuple[Path, Mapping[str, 
     for path, values in told:
         if not quantization.weights_are_quantized(values):
             continue
+        if arch.grouped is not None:
+            raise CheckpointError(
+                f"{path}: weights of {arch.name} that a checkpoint has quantized are not supported yet: serve one in "
+                "16 bits"
+            )
         if arch.mixture is None or not has_quantized_experts(values):
             return _with_formats(arch, read_quantized(path, values, arch.stored_layers, draft_head=arch.draft_head))
         arch = replace(arch, expert_format=EXPERTS_IN_MXFP4)

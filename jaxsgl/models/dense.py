@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.connections import Connection, LastConnection
+from jaxsgl.models.grouped import GroupedMixer
 from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
 from jaxsgl.models.layer_spec import (
     ChannelDeltaNet,
     DeltaNet,
     DenseMlp,
+    GroupedAttention,
     Latent,
     LayerSpec,
     Mamba,
@@ -70,7 +73,7 @@ from pallas_kernels.norm import Addend, Finished, Update, centred, multiplied, r
 from pallas_kernels.short_conv import ConvTokens
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
-AttentionMixer: TypeAlias = Attention | LatentAttention | SharedKeysAttention
+AttentionMixer: TypeAlias = Attention | LatentAttention | GroupedMixer | SharedKeysAttention
 RopeKey: TypeAlias = tuple[RopeParams | None, int]  # a rope, and of how many numbers of a head it is
 
 
@@ -145,7 +148,7 @@ class _Pass:
       ranks: the tokens that MLPs and experts compute.
       tables: by rope and size of heads, see `DecoderLayers._rope_of`.
       embeddings: `[T, L, P]`, those of the layers; None: they have none.
-      shortcuts: what experts of the layer before add at the end of this one, if anything.
+      token_ids: `[T]`, for experts that follow from them; None: none do.
     """
 
     context: StepContext
@@ -153,7 +156,7 @@ class _Pass:
     ranks: TokensOfRanks
     tables: Mapping[RopeKey, RopeTables]
     embeddings: jax.Array | None
-    shortcuts: list[Update] = field(default_factory=list)
+    token_ids: jax.Array | None
 
     @property
     def kernels(self) -> KernelChoice:
@@ -176,6 +179,8 @@ class DecoderLayer(nnx.Module):
         self.experts = None if spec.experts is None else MoE(arch, spec.experts, dtype, format_of("experts"), None)
         self.embedding_gate = EmbeddingGate(arch, spec, dtype) if spec.embedding_size else None
         self.laurel = Laurel(arch, dtype) if arch.laurel_rank else None
+        is_connected = arch.connections is not None
+        self.mixer_connection, self.mlp_connection = (Connection(arch) if is_connected else None for _ in range(2))
         self._shares_norm = arch.parallel == "shared norm"
         self._has_shortcut = spec.shortcut
 
@@ -244,6 +249,8 @@ def _mixer_of(spec: LayerSpec) -> type[AttentionMixer | RecurrentMixer]:
         return _RECURRENT[type(spec.mixer)]
     if isinstance(spec.mixer, Latent):
         return LatentAttention
+    if isinstance(spec.mixer, GroupedAttention):
+        return GroupedMixer
     return Attention if spec.keys_from is None else SharedKeysAttention
 
 
@@ -256,6 +263,7 @@ class DecoderLayers(Matrices):
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
         self.streams = AltUp(arch, dtype) if arch.num_streams > 1 else OneStream(arch)
+        self.last_connection = None if arch.connections is None else LastConnection(arch)
         norm_shape = (arch.hidden_size,)
         self.final_norm, self.final_norm_bias = (
             vector(norm_shape, (None,), norm_dtype(arch, dtype), mean=mean) if exists else None
@@ -263,68 +271,116 @@ class DecoderLayers(Matrices):
         )
 
     def run(
-        self, x_TD: jax.Array, positions: jax.Array, context: StepContext, embeddings: jax.Array | None = None
+        self,
+        x_TD: jax.Array,
+        positions: jax.Array,
+        context: StepContext,
+        embeddings: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of tokens whose stream `[T, D]` before the first layer is given.
 
-        `embeddings [T, L, P]` are those of the layers, if they have some.
+        `embeddings [T, L, P]` are those of the layers, if they have some, and `token_ids [T]` what experts may follow
+        from.
         """
         arch, vectors = self.arch, self.vectors
         tables = {key: tables_of(positions, *key) for key in self._ropes()}
         rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
-        step = _Pass(context, rows, TokensOfRanks(context.is_token, context.mlp_tokens), tables, embeddings)
+        step = _Pass(context, rows, TokensOfRanks(context.is_token, context.mlp_tokens), tables, embeddings, token_ids)
+        if self.last_connection is not None:
+            return self._connected(x_TD, step, self.last_connection)
         x_TD, predicted = self.streams.opened(x_TD, vectors, rows)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, arch.norm_row("attention_norm", 0))
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
         if arch.encoder is not None and arch.encoder.restarts != "nowhere":
             x_TD = _restarted(read_TD)
+        from_before: tuple[Update, ...] = ()
         for index, layer in enumerate(self.layers):
             context.note_stream(index, x_TD)
-            shortcuts = [step.shortcuts.pop() for _ in tuple(step.shortcuts)]
-            x_TD, (*before, update) = self._through_blocks(index, x_TD, read_TD, step)
+            x_TD, (*updates, update), shortcut = self._through_blocks(index, x_TD, read_TD, step)
             if layer.experts_beside is not None:
                 update = self._with_experts(layer.experts_beside, index, x_TD, update, step)
             if context.images is not None and index + 1 < context.images.num_parts:
                 update = sum_parts(update, x_TD) + context.images.part(index + 1).astype(x_TD.dtype)
-            x_TD, predicted, read_TD = self._after_layer(index, x_TD, predicted, (*before, update, *shortcuts), step)
+            updates = [*updates, update, *from_before]
+            x_TD, predicted, read_TD = self._after_layer(index, x_TD, predicted, updates, step)
+            from_before = shortcut
         context.note_stream(arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
 
+    def _connected(self, x_TD: jax.Array, step: _Pass, last: LastConnection) -> jax.Array:
+        """`run` where blocks have connections to several residual streams, which begin alike."""
+        arch, vectors, eps = self.arch, self.vectors, self.arch.rms_norm_eps
+        assert arch.connections is not None
+        x_TnD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), arch.connections.number, x_TD.shape[1]))
+        for index, layer in enumerate(self.layers):
+            assert layer.mixer_connection is not None and layer.mlp_connection is not None
+            read_TD, shares = layer.mixer_connection(x_TnD)
+            norm = step.rows.norm(vectors.attention_norm, None, arch.norm_row("attention_norm", index))
+            assert norm is not None
+            (update,) = self._mixed(index, norm(read_TD, eps), step)
+            x_TnD = shares.streams(x_TnD, sum_parts(update, read_TD))
+            read_TD, shares = layer.mlp_connection(x_TnD)
+            norm = self._mlp_norm(index, step)
+            assert norm is not None
+            x_TnD = shares.streams(x_TnD, sum_parts(self._mlp(layer, index, norm(read_TD, eps), step), read_TD))
+        last_norm, x_TD = self._last_norm(), last(x_TnD)
+        return x_TD if last_norm is None else last_norm(x_TD, eps)
+
     def _through_blocks(
         self, index: int, x_TD: jax.Array, read_TD: Rows, step: _Pass
-    ) -> tuple[jax.Array, tuple[Update, ...]]:
-        """The stream before the last block of a layer, and what that block, or those next to each other, add to it.
+    ) -> tuple[jax.Array, tuple[Update, ...], tuple[Update, ...]]:
+        """The stream before the last block of a layer, what that block, or those next to each other, add to it, and
+        what experts add at the end of the next layer, if anything.
 
         A layer is a mixer and then an MLP, both next to each other (`arch.parallel`), or one of them alone. Attention
         may stand next to a mixer that keeps a state.
         """
-        layer, vectors, rows = self.layers[index], self.vectors, step.rows
+        layer = self.layers[index]
         if layer.mixer is None:
             assert layer.mlp is not None
-            return x_TD, (self._mlp(layer, index, read_TD, step),)
+            return x_TD, (self._mlp(layer, index, read_TD, step),), ()
         mixed = self._mixed(index, read_TD, step)
         if layer.mlp is None:
             step.context.note_no_experts(len(x_TD))
-            return x_TD, mixed
-        out_norm = rows.of(vectors.attention_out_norm, self.arch.norm_row("attention_out_norm", index))
-        next_norm = rows.norm(vectors.mlp_norm, vectors.mlp_norm_bias, self.arch.norm_row("mlp_norm", index))
+            return x_TD, mixed, ()
+        next_norm = self._mlp_norm(index, step)
         if self.arch.parallel is not None:
             read_TD = read_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
-            return x_TD, (*mixed, self._mlp(layer, index, read_TD, step))
-        readers = () if step.context.adapters is not None else (layer.mlp_reader(step.kernels),)
-        if layer.laurel is None:
-            x_TD, read_TD = self._add(x_TD, mixed, out_norm, next_norm, step.kernels, readers)
-        else:
-            assert isinstance(read_TD, jax.Array) and next_norm is not None
-            x_TD, _ = self._add(x_TD, mixed, out_norm, None, step.kernels, ())
-            x_TD = layer.laurel(x_TD, read_TD, rows.of(vectors.laurel_norm, index))
-            read_TD = next_norm(x_TD, self.arch.rms_norm_eps)
+            return x_TD, (*mixed, self._mlp(layer, index, read_TD, step)), ()
+        x_TD, read_TD = self._between_blocks(index, x_TD, read_TD, mixed, next_norm, step)
+        shortcut: tuple[Update, ...] = ()
         if layer.shortcut is not None:
             assert isinstance(read_TD, jax.Array), "routers read rows as they are"
-            step.shortcuts.append(self._of_experts(layer.shortcut, step.ranks.gathered(read_TD), None, step))
-        return x_TD, (self._mlp(layer, index, read_TD, step),)
+            shortcut = (self._of_experts(layer.shortcut, step.ranks.gathered(read_TD), None, step),)
+        return x_TD, (self._mlp(layer, index, read_TD, step),), shortcut
+
+    def _mlp_norm(self, index: int, step: _Pass) -> Norm | None:
+        """That before a layer's MLP."""
+        row = self.arch.norm_row("mlp_norm", index)
+        return step.rows.norm(self.vectors.mlp_norm, self.vectors.mlp_norm_bias, row)
+
+    def _between_blocks(
+        self,
+        index: int,
+        x_TD: jax.Array,
+        read_TD: Rows,
+        mixed: Sequence[Update],
+        next_norm: Norm | None,
+        step: _Pass,
+    ) -> tuple[jax.Array, Rows]:
+        """The stream before a layer's MLP, of what its mixer read and made, and what the MLP reads of it."""
+        layer, vectors = self.layers[index], self.vectors
+        out_norm = step.rows.of(vectors.attention_out_norm, self.arch.norm_row("attention_out_norm", index))
+        if layer.laurel is None:
+            readers = () if step.context.adapters is not None else (layer.mlp_reader(step.kernels),)
+            return self._add(x_TD, mixed, out_norm, next_norm, step.kernels, readers)
+        assert isinstance(read_TD, jax.Array) and next_norm is not None
+        x_TD, _ = self._add(x_TD, mixed, out_norm, None, step.kernels, ())
+        x_TD = layer.laurel(x_TD, read_TD, step.rows.of(vectors.laurel_norm, index))
+        return x_TD, next_norm(x_TD, self.arch.rms_norm_eps)
 
     def _mixed(self, index: int, read_TD: Rows, step: _Pass) -> tuple[Update, ...]:
         """What the mixer of a layer adds to the stream, and what attends next to it, if anything does."""
@@ -399,7 +455,9 @@ class DecoderLayers(Matrices):
     def _of_experts(self, of_layer: MoE, x_MD: jax.Array, routed_MD: jax.Array | None, step: _Pass) -> Update:
         """What experts add to this rank's tokens, of what they and the router read of all ranks'; see `MoE`."""
         ranks, chosen = step.ranks, step.context.experts
-        update = of_layer(x_MD, ranks.is_token, chosen, step.kernels, routed_MD, summed=not ranks.are_shared)
+        update = of_layer(
+            x_MD, ranks.is_token, chosen, step.kernels, routed_MD, step.token_ids, summed=not ranks.are_shared
+        )
         if chosen is not None:
             chosen[-1] = ranks.of_this_rank(chosen[-1])
         if not ranks.are_shared:
@@ -521,7 +579,7 @@ class Decoder(DecoderLayers):
         of_layers = None
         if self.layer_embeddings is not None:
             of_layers = self.layer_embeddings(self._as_text(token_ids, images), x_TD, self._rows)
-        return self.run(x_TD, positions, context, of_layers)
+        return self.run(x_TD, positions, context, of_layers, token_ids)
 
     def embedded(self, token_ids: jax.Array) -> jax.Array:
         """The rows of the embedding `[T, D]`, without the factor that some models have."""

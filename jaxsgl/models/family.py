@@ -60,7 +60,8 @@ class MoeFamily:
       latent_key: the key of `MoeMlp.latent_size`; None: experts read x.
       identities_key: the key of `MoeMlp.num_identities`; None: there are none.
       shared_gate, scales_inputs: see `MoeMlp`.
-      clamped: `swiglu_limit` and `swiglu_alpha` hold.
+      clamped: `swiglu_limit` holds: for gpt-oss's unit, with `swiglu_alpha`, or for silu(gate) * up, of shared experts,
+        too; None: it doesn't.
       top_k_key: the key of the number of chosen experts.
       switch: the key that says whether there are experts, which stand next to each layer's MLP; None: there are, in the
         place of MLPs.
@@ -93,7 +94,7 @@ class MoeFamily:
     scales_inputs: bool = False
     latent_key: str | None = None
     identities_key: str | None = None
-    clamped: bool = False
+    clamped: Literal["gpt-oss", "silu"] | None = None
     top_k_key: str = "num_experts_per_tok"
     switch: str | None = None
     expert_factors: bool = False
@@ -332,6 +333,8 @@ class Family:
       halves: a layer of config.json is two, with attention and an MLP each; the first has a `LayerSpec.shortcut`.
       index: an index chooses the tokens that they attend to, and of its keys numbers turn together that are half of
         them apart, or pairs of neighbours; None: they attend to all.
+      grouped_tokens: layers attend to windows and groups of tokens, by several residual streams, and the first ones
+        have experts by token (`grouped_config`).
       recurrence: what layers may be in the place of attention, as `layer_types`, `full_attention_interval`,
         `attn_layer_indices` or `full_attn_idxs` says; None: none is anything else.
       wide_delta: delta-nets whose sizes config.json leaves out have as many heads as attention, keys of three quarters
@@ -429,6 +432,7 @@ class Family:
     scales_latents: bool = False
     halves: bool = False
     index: Literal["halves", "pairs"] | None = None
+    grouped_tokens: bool = False
     recurrence: Literal["delta-net", "channel-delta-net", "mamba", "selective", "short-conv"] | None = None
     wide_delta: bool = False
     side_by_side: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Family, MoeFamily, VisionFamily
+from jaxsgl.models.grouped_config import read_group_ropes, read_group_types, read_grouped_mixers, with_hashed
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, Index, KvHeads, Latent, LayerSpec, Mixer, MoeMlp, RecurrentNet
 from jaxsgl.models.own_parts_config import (
     check_own_ropes,
@@ -85,6 +86,8 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     has_unit_heads = family.unit_heads_key is not None and bool(config.get(family.unit_heads_key))
     experts = _read_beside(config, family.moe)
     mixers: dict[str, Mixer | None] = {DENSE: None, EXPERTS: None}
+    if family.grouped_tokens:
+        mixers |= read_grouped_mixers(config, heads.size)
     if RECURRENT in types or family.side_by_side:
         mixers[FULL if family.side_by_side else RECURRENT] = read_recurrent_net(config, family)
     else:
@@ -93,7 +96,7 @@ def read_layers(config: ConfigFile, family: Family, heads: KvHeads, latent: Late
     specs = tuple(
         LayerSpec(
             mlp,
-            window if each == SLIDING else None,
+            window if each == SLIDING or family.grouped_tokens else None,
             None if rope is None else ropes.index(rope),
             mixers.get(each, own or "attention"),
             experts=experts,
@@ -142,7 +145,7 @@ def _read_ropes_of_layers(
     config: ConfigFile, family: Family, head_dim: int, types: Sequence[str], is_turned: Sequence[bool]
 ) -> tuple[tuple[RopeParams, ...], list[RopeParams | None]]:
     """The ropes that there are, and that of each layer."""
-    of_type = _read_ropes(config, family, head_dim)
+    of_type = read_group_ropes(config, head_dim) if family.grouped_tokens else _read_ropes(config, family, head_dim)
     of_unturned = _read_growth(config, family) if not all(is_turned) else None
     of_layers = [of_type.get(each) if turned else of_unturned for each, turned in zip(types, is_turned, strict=True)]
     if family.layer_thetas:
@@ -201,6 +204,8 @@ def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bo
 def _read_types(config: ConfigFile, family: Family, is_turned: list[bool]) -> list[str]:
     """`FULL`, `SLIDING`, `CHUNKED` or `RECURRENT` for each layer."""
     num_layers = len(is_turned)
+    if family.grouped_tokens:
+        return read_group_types(config, num_layers)
     if family.recurrence is not None:
         return read_recurrent_types(config, family, num_layers)
     if family.windows == "none":
@@ -402,6 +407,8 @@ def read_mlps(config: ConfigFile, family: Family, num_layers: int) -> Sequence[D
         return [DenseMlp(config.count("intermediate_size"))] * num_layers
     is_dense = _read_dense_layers(config, moe, num_layers)
     mixture = _read_mixture(config, moe)
+    if family.grouped_tokens:
+        return with_hashed(config, [mixture] * num_layers)
     config.get("intermediate_size")  # without meaning where no layer is dense
     dense_key = moe.dense_ffn_key if moe.dense_ffn_key and config.get(moe.dense_ffn_key) else "intermediate_size"
     return [DenseMlp(config.count(dense_key)) if dense else mixture for dense in is_dense]
@@ -480,7 +487,11 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
     )
     identities = 0 if family.identities_key is None else int(config.get(family.identities_key, 0))
     _check_router(config, family, router, num_experts + identities)
-    clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
+    clamp = None
+    if family.clamped == "gpt-oss":
+        clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702))
+    elif family.clamped == "silu":
+        clamp = Clamp(config.number("swiglu_limit", 10.0), 1.0, 0.0)
     is_latent = family.latent_key is not None and config.get(family.latent_key) is not None
     return MoeMlp(
         num_experts,

@@ -99,6 +99,65 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class TokenGroups:
+    """Groups of consecutive tokens, of each of which one entry is made (`pallas_kernels/grouped_tokens.py`).
+
+    Attributes:
+      size: m, tokens of a group.
+      overlaps: an entry is made of the tokens of the group before, too, by numbers of their own.
+      index: what chooses the entries that a query attends to, by keys that are made as entries are; None: it attends to
+        all.
+    """
+
+    size: int
+    overlaps: bool = False
+    index: Index | None = None
+
+    @property
+    def parts(self) -> int:
+        """Of what a token has for groups: for the entry of the next one, if groups overlap, and for that of its own."""
+        return 2 if self.overlaps else 1
+
+    def entry_size(self, head_dim: int) -> int:
+        """W, numbers of an entry: a head's, then those of a key of the index."""
+        return head_dim + (0 if self.index is None else self.index.size)
+
+
+@dataclass(frozen=True)
+class GroupedAttention:
+    """Attention to the tokens of a window, and to entries of whole groups of tokens (`models/grouped.py`).
+
+    Attributes:
+      q_rank: numbers that queries are made of.
+      rotated: R, the last numbers of a head, which turn in pairs of neighbours; those of an index's key likewise.
+      out_groups: G, consecutive heads whose output has a product of its own first.
+      out_rank: numbers that each of these makes.
+      groups: of tokens; None: queries attend to the window alone.
+    """
+
+    q_rank: int
+    rotated: int
+    out_groups: int
+    out_rank: int
+    groups: TokenGroups | None = None
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Of each block to several residual streams, which it reads and writes by shares (`models/connections.py`).
+
+    Attributes:
+      number: n, of streams.
+      iterations: of what makes the shares between streams add up to 1.
+      eps: added to shares and to their sums.
+    """
+
+    number: int
+    iterations: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class RecurrentNet:
     """What keeps a state of fixed size in the place of keys and values of all tokens.
 
@@ -258,7 +317,7 @@ class ShortConv(RecurrentNet):
 
 RECURRENT_NETS: tuple[type[RecurrentNet], ...] = (DeltaNet, ChannelDeltaNet, Mamba, Selective, ShortConv)
 
-Mixer: TypeAlias = Literal["attention"] | Latent | RecurrentNet
+Mixer: TypeAlias = Literal["attention"] | Latent | GroupedAttention | RecurrentNet
 
 
 @dataclass(frozen=True)
@@ -303,15 +362,16 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class Clamp:
-    """A gated unit with bounds, gate * sigmoid(alpha * gate) * (up + 1).
+    """A gated unit with bounds, gate * sigmoid(alpha * gate) * (up + offset).
 
     Attributes:
       limit: the gate is at most this, and up lies within it on both sides.
-      alpha: see above.
+      alpha, offset: see above.
     """
 
     limit: float
     alpha: float
+    offset: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -323,7 +383,8 @@ class MoeMlp:
       ffn_size: F of each expert.
       router: how they are chosen.
       bias: the experts' products have biases.
-      clamp: the experts' gated unit; None: the model's activation.
+      clamp: the experts' gated unit, and that of shared ones; None: the model's activation.
+      by_token: a table has the experts of each token, and the router says their shares alone.
       shared_ffn_size: F of the experts that all tokens pass through, as one MLP; 0: there are none.
       shared_scale: factor on their result.
       shared_gate: their result is multiplied by a sigmoid of each token.
@@ -340,6 +401,7 @@ class MoeMlp:
     router: Router
     bias: bool = False
     clamp: Clamp | None = None
+    by_token: bool = False
     shared_ffn_size: int = 0
     shared_scale: float = 1.0
     shared_gate: bool = False
@@ -413,6 +475,8 @@ class LayerSpec:
             of_mixer = set[str]()
         elif isinstance(self.mixer, RecurrentNet):
             of_mixer = {"state_inputs", "state_output"} | ({"qkv", "o"} if self.also_attends else set())
+        elif isinstance(self.mixer, GroupedAttention):
+            of_mixer = {"q_a", "q_b", "kv", "o_b"}
         elif not isinstance(self.mixer, Latent):
             of_mixer = {"qkv", "o"}
         else:

@@ -30,7 +30,7 @@ from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeTables, reorders_heads
 from jaxsgl.models.tensor_parallel import all_parts, num_parts, on_first_part, sum_of_parts
 from jaxsgl.models.units import unit_of, xielu
-from pallas_kernels import FusedQkv, KernelChoice, LatentQkv
+from pallas_kernels import FusedQkv, GatedUnit, GroupedQkv, KernelChoice, LatentQkv
 from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
 from pallas_kernels.norm import Biased, Update, biased, centred, multiplied, rms_norm, row_of, scale_of, sum_parts
@@ -125,7 +125,7 @@ class Queries:
         return int(self.heads.shape[-1])
 
 
-Qkv: TypeAlias = FusedQkv | LatentQkv
+Qkv: TypeAlias = FusedQkv | LatentQkv | GroupedQkv
 
 
 class Attend(Protocol):
@@ -444,9 +444,12 @@ class MLP(Matrices):
         dtype: jnp.dtype,
         gate_up_format: WeightFormat | None,
         down_format: WeightFormat | None,
+        unit: GatedUnit | None = None,
     ) -> None:
+        """With `unit` in the place of the model's activation, if it is given."""
         d, f = arch.hidden_size, spec.ffn_size
-        self.activation, self.factors, self.sparsity = arch.activation, arch.unit_factors, spec.sparsity
+        self.activation, self.factors, self.unit = arch.activation, arch.unit_factors, unit
+        self.sparsity = spec.sparsity
         u = arch.unit_rows
         self.declare("gate_up", (u, f, d), (None, "ffn", None), dtype, gate_up_format, fan_in=d)
         self.gate_up_bias = vector((u, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
@@ -468,15 +471,16 @@ class MLP(Matrices):
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
         """
         down = self.matrix("down", kernels)
-        is_plain = self.gate_up_bias is None and self.curve is None and self.factors is None and not self.sparsity
-        if adapters is None and is_plain:
+        own = self.gate_up_bias, self.curve, self.factors, self.unit, self.sparsity or None
+        if adapters is None and all(each is None for each in own):
             rows = gated_product(x_TD, self.matrix("gate_up", kernels), self.activation, down)
         else:
             gate_up = self._gate_up(x_TD, adapters, kernels)
             if adapters is not None and summed:
                 gated = self._units(gate_up)
                 return last_product(gated, down, self.down_bias, adapters.of_output("down_proj", gated))
-            rows = gated_rows(gate_up, self.activation, down) if self.curve is None else self._units(gate_up)
+            is_plain = self.curve is None and self.unit is None
+            rows = gated_rows(gate_up, self.activation, down) if is_plain else self._units(gate_up)
         if summed:
             return last_product(rows, down, self.down_bias)
         return _part_of_product(rows, down, self.down_bias, "ffn")
@@ -485,6 +489,8 @@ class MLP(Matrices):
         """`[T, F]` of the product `[T, U, F]`."""
         if self.curve is not None:
             return xielu(gate_up[:, 0], self.curve[...])
+        if self.unit is not None:
+            return self.unit(gate_up[:, 0], gate_up[:, 1])
         return unit_of([gate_up[:, side] for side in range(gate_up.shape[1])], self.activation)
 
     def _gate_up(self, x_TD: Rows, adapters: LayerAdapters | None, kernels: KernelChoice) -> jax.Array:

@@ -56,6 +56,7 @@ from pallas_kernels.native import grouped_product as native_product
 from pallas_kernels.norm import Update, sum_parts
 from pallas_kernels.order import is_order_fixed
 from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.routing import shares_of_told
 from pallas_kernels.target import target_device
 
 # Up to as many rows of an expert on average, reading its weights takes a GPU longer than multiplying, and so rows of
@@ -99,14 +100,18 @@ class MoE(Matrices):
         self.activation = arch.activation
         clamp = spec.clamp
         self.gated = arch.gated
-        self.unit = GatedUnit(arch.activation) if clamp is None else GatedUnit(limit=clamp.limit, alpha=clamp.alpha)
+        self.unit = GatedUnit(arch.activation)
+        if clamp is not None:
+            self.unit = GatedUnit(limit=clamp.limit, alpha=clamp.alpha, offset=clamp.offset)
         float32 = jnp.dtype(jnp.float32)
         # Scores that a bias or a sigmoid brings close together: such models compute their logits in float32.
-        is_exact = spec.router.score.startswith("sigmoid") or spec.router.choice_bias
+        is_exact = spec.router.score.startswith(("sigmoid", "root")) or spec.router.choice_bias
         choices = spec.num_choices
         self.declare("router", (choices, d), (None, None), float32 if is_exact else dtype, None, fan_in=d)
         self.router_bias = vector((choices,), (None,), dtype, mean=0.0) if spec.router.bias else None
         self.choice_bias = vector((choices,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
+        by_token = (arch.vocab_size, spec.router.top_k), (None, None), jnp.dtype(jnp.int32)
+        self.experts_of_tokens = vector(*by_token, mean=0.0) if spec.by_token else None
         self.expert_factor = vector((e,), (None,), float32, mean=1.0) if spec.expert_factors else None
         # Of devices that share the model, each has some of the experts or a part of each one.
         experts, ffn = ("experts", None) if arch.by_experts else (None, "ffn")
@@ -118,7 +123,8 @@ class MoE(Matrices):
             self.declare("latent_in", (w, d), (None, None), dtype, None, fan_in=d)
             self.declare("latent_out", (d, w), (None, None), dtype, None, fan_in=w)
         shared = DenseMlp(spec.shared_ffn_size)
-        self.shared = MLP(arch, shared, dtype, shared_format, shared_format) if spec.shared_ffn_size else None
+        unit = None if clamp is None else self.unit
+        self.shared = MLP(arch, shared, dtype, shared_format, shared_format, unit) if spec.shared_ffn_size else None
         if spec.shared_gate:
             self.declare("shared_gate", (1, d), (None, None), dtype, None, fan_in=d)
 
@@ -129,13 +135,14 @@ class MoE(Matrices):
         told: list[jax.Array] | None = None,
         kernels: KernelChoice = AUTO_CHOICE,
         routed_TD: jax.Array | None = None,
+        token_ids: jax.Array | None = None,
         *,
         summed: bool = True,
     ) -> Update:
         """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
 
-        The router reads `routed_TD`; None: what experts read. Not `summed`, it is what this device adds to the result,
-        for a sum that the caller makes.
+        The router reads `routed_TD`; None: what experts read. A table of experts needs `token_ids [T]`. Not `summed`,
+        it is what this device adds to the result, for a sum that the caller makes.
 
         On a GPU the results of experts may be left to the reader to add up, which saves a kernel.
 
@@ -152,7 +159,14 @@ class MoE(Matrices):
         logits_TE = self._logits(x_TD if routed_TD is None else routed_TD)
         router = replace(self.spec.router, num_shared=num_shared)
         shared_T = self._shared_logits(x_TD) if num_shared else None
-        experts_Tk, shares_Tk = choose_experts(router, logits_TE, choice_bias_E, shared_T, logit_bias_E, backend=others)
+        if self.experts_of_tokens is not None:
+            assert token_ids is not None, "its experts are those of the tokens' ids"
+            experts_Tk = self.experts_of_tokens[...].at[token_ids].get(mode="clip")
+            shares_Tk = shares_of_told(router, logits_TE, experts_Tk)
+        else:
+            experts_Tk, shares_Tk = choose_experts(
+                router, logits_TE, choice_bias_E, shared_T, logit_bias_E, backend=others
+            )
         if self.expert_factor is not None:
             shares_Tk = shares_Tk * self.expert_factor[...][experts_Tk]
         if told is not None:

@@ -68,9 +68,10 @@ def resolve_precision(
         flag = arch.dtype if keeps else "float32"
     weights = jnp.dtype(flag)
     kv = _kv_numbers(kv_flag, arch, weights)
-    if kv == FLOAT8 and arch.latent is not None:
+    if kv == FLOAT8 and (arch.latent is not None or arch.grouped is not None):
+        held = "latents" if arch.grouped is None else "entries of groups of tokens"
         raise ConfigError(
-            f"--kv-cache-dtype {FP8_E4M3} does not go with {arch.name}, whose cache holds latents: leave it out"
+            f"--kv-cache-dtype {FP8_E4M3} does not go with {arch.name}, whose cache holds {held}: leave it out"
         )
     if platform != "cpu":
         if kv not in (weights, FLOAT8):

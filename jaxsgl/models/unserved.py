@@ -85,6 +85,8 @@ SERVED_BY_OTHERS = frozenset(
     {
         "experts",
         "sparse attention that an index chooses for",
+        "attention to compressed tokens",
+        "several residual streams",
         "layers with a state-space model (Mamba)",
         "short convolutions in the place of attention",
         "a vision tower",

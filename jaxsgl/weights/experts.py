@@ -265,6 +265,7 @@ class _OfLayer:
             "router": (names.router, ("EI" if self.mlp.num_identities else "E", "D")),
             "router_bias": (names.router.replace(".weight", ".bias"), ("E",)),
             "choice_bias": names.choice_bias,
+            "experts_of_tokens": (names.router.removesuffix("weight") + "tid2eid", ("V", "EK")),
             "expert_factor": (names.factor, ("E",)),
             "shared_gate": ("shared_expert_gate.weight", ("1", "D")),
             "down_bias": (names.stacked_down + "_bias", ("E", "D")),
@@ -275,7 +276,8 @@ class _OfLayer:
             return Recipe((), partial(_zeros, self.mlp.num_experts))
         if name in small:
             tensor, axes = small[name]
-            return Recipe((Source(block + tensor, axes),), _flat if name == "choice_bias" else _whole)
+            source = Source(block + tensor, axes, has_ids=name == "experts_of_tokens")
+            return Recipe((source,), _flat if name == "choice_bias" else _whole)
         if name == "gate_up_bias":
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
         if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import GroupedAttention
 from jaxsgl.models.pooling import MAX_DENSE
 from jaxsgl.weights import pieces
 from jaxsgl.weights.recipe import Path, Pieces, Recipe, Source
@@ -227,6 +228,56 @@ _LATENT: dict[Path, Recipe] = {
         (Source(_ATTENTION + "kv_a_proj_with_mqa.bias", ("LE",)),), pieces.latent_entries
     ),
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NLV")),), pieces.as_is),
+}
+
+_GROUPS = _ATTENTION + "compressor."
+_OF_INDEX = _GROUPS + "indexer."
+
+
+def _of_groups(*, has_index: bool) -> dict[Path, Recipe]:
+    """What makes entries of groups of tokens, and keys of an index in the same way."""
+
+    def both(tensor: str, axes: tuple[str, ...], of_index: tuple[str, ...]) -> tuple[Source, ...]:
+        own = Source(_GROUPS + tensor, axes)
+        return (own, Source(_OF_INDEX + tensor, of_index)) if has_index else (own,)
+
+    numbers, gates = (both(f"{name}.weight", ("AE", "D"), ("AK", "D")) for name in ("kv_proj", "gate_proj"))
+    return {
+        ("attention", "group_numbers"): Recipe(numbers, pieces.parts_of_groups),
+        ("attention", "group_gates"): Recipe(gates, pieces.parts_of_groups),
+        ("attention", "group_bias"): Recipe(
+            both("position_bias", ("AM", "AE"), ("AM", "AK")), pieces.parts_of_groups_by_place
+        ),
+        ("attention", "group_norm"): Recipe(both("kv_norm.weight", ("H",), ("AI",)), pieces.one_after_another),
+    }
+
+
+def _of_connections(ours: str, start: str) -> dict[Path, Recipe]:
+    """A connection to residual streams; `start` is how names of tensors begin."""
+    rows = "AS" if "{}" in start else "AN"
+    return {
+        (ours, "shares"): Recipe((Source(start + "fn", (rows, "AND")),), pieces.as_is),
+        (ours, "bias"): Recipe((Source(start + "base", (rows,)),), pieces.as_is),
+        (ours, "scale"): Recipe((Source(start + "scale", ("3" if "{}" in start else "1",)),), pieces.as_is),
+    }
+
+
+_GROUPED: dict[Path, Recipe] = {
+    ("attention", "q_a"): Recipe((Source(_ATTENTION + "q_a_proj.weight", ("AQ", "D")),), pieces.as_is),
+    ("attention", "q_a_norm"): Recipe((Source(_ATTENTION + "q_a_norm.weight", ("AQ",)),), pieces.as_is),
+    ("attention", "q_b"): Recipe((Source(_ATTENTION + "q_b_proj.weight", ("NH", "AQ")),), pieces.by_head),
+    ("attention", "kv"): Recipe((Source(_ATTENTION + "kv_proj.weight", ("H", "D")),), pieces.as_is),
+    ("attention", "kv_norm"): Recipe((Source(_ATTENTION + "kv_norm.weight", ("H",)),), pieces.as_is),
+    ("attention", "o_a"): Recipe((Source(_ATTENTION + "o_a_proj.weight", ("AO", "AG")),), pieces.by_out_group),
+    ("attention", "o_b"): Recipe((Source(_ATTENTION + "o_b_proj.weight", ("D", "AO")),), pieces.as_is),
+    ("attention", "index_q"): Recipe((Source(_OF_INDEX + "q_b_proj.weight", ("AHI", "AQ")),), pieces.by_index_head),
+    ("attention", "index_weights"): Recipe(
+        (Source(_OF_INDEX + "scorer.weights_proj.weight", ("AH", "D")),), pieces.as_is
+    ),
+    **_of_groups(has_index=True),
+    **_of_connections("mixer_connection", "model.layers.{}.attn_hc."),
+    **_of_connections("mlp_connection", "model.layers.{}.ffn_hc."),
+    **_of_connections("last_connection", "model.hc_head.hc_"),
 }
 
 _INDEX = _ATTENTION + "indexer."
@@ -592,6 +643,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _INDEXED,
+    "DeepseekV4ForCausalLM": _GROUPED,
     "GlmMoeDsaForCausalLM": _INDEXED,
     "Kimi_K25ForConditionalGeneration": _LATENT,
     "AXK1ForCausalLM": {**_LATENT, **_layer_norms(mlp_out_norm="post_mlp_layernorm")},
@@ -671,6 +723,8 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     own = {**_GATED_NUMBERS, **own} if arch.output_gate == "number" else own
     if spec.keys_from is not None or spec.values_are_keys:
         own |= _VALUES_ARE_KEYS if spec.values_are_keys else _READS_KEYS
+    if isinstance(spec.mixer, GroupedAttention) and spec.mixer.groups is not None and spec.mixer.groups.index is None:
+        own |= _of_groups(has_index=False)
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
     if not arch.gated and path[2] == "mlp" and str(path[3]).startswith("gate_up") and len(recipe.sources) > 1:
         recipe = replace(recipe, sources=recipe.sources[1:])  # up alone

@@ -209,6 +209,47 @@ def _index_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]:
             yield Piece((*place, ours), rows[(*place, theirs)])
 
 
+def parts_of_groups(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What groups of tokens are made of, `[parts * H, ..]`, and keys of an index, to `[parts, H + I, ..]`."""
+    parts, first = tensors[0].shape[0] // arch.head_dim, 0
+    for tensor in tensors:
+        of_parts = tensor.reshape(parts, -1, *tensor.shape[1:])
+        yield Piece((slice(None), slice(first, first + of_parts.shape[1])), of_parts)
+        first += of_parts.shape[1]
+
+
+def parts_of_groups_by_place(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The same of each place in a group, `[m, parts * H]` to `[m, parts, H + I]`."""
+    for place, numbers in parts_of_groups(arch, tuple(tensor.T for tensor in tensors)):
+        assert isinstance(numbers, np.ndarray)
+        yield Piece((slice(None), *place), numbers.transpose(2, 0, 1))
+
+
+def one_after_another(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Vectors, in one."""
+    first = 0
+    for tensor in tensors:
+        yield Piece((slice(first, first + len(tensor)),), tensor)
+        first += len(tensor)
+
+
+def by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`[N * H, in]` to `[N, H, in]`."""
+    yield Piece((), tensors[0].reshape(arch.num_heads, -1, *tensors[0].shape[1:]))
+
+
+def by_index_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Queries of an index of groups `[heads * I, in]`, to `[heads, I, in]`."""
+    index = next(groups.index for groups in arch.token_groups if groups.index is not None)
+    yield Piece((), tensors[0].reshape(index.num_heads, -1, tensors[0].shape[1]))
+
+
+def by_out_group(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """What heads' outputs are multiplied by first, `[G * rank, in]` to `[G, rank, in]`."""
+    assert arch.grouped is not None
+    yield Piece((), tensors[0].reshape(arch.grouped.out_groups, -1, tensors[0].shape[1]))
+
+
 def latent_matrices(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """What makes keys and values of all heads `[N * (D_n + D_v), C]`, to `[N, D_n + D_v, C]`."""
     yield Piece((), tensors[0].reshape(arch.num_heads, -1, tensors[0].shape[1]))

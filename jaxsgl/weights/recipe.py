@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, Selective
+from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, GroupedAttention, Selective
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
 Place = tuple[int | slice, ...]  # a part of a parameter, by its leading axes; slices have step 1, () is all of it
@@ -81,12 +81,14 @@ class Source:
       axes: the tensor's shape, as names of `sizes`; None: the reader checks shape and dtype.
       layer: the layer of `arch` that it is a tensor of; None: of the model.
       is_transposed: it is a stack of matrices `[in, out]`, whose rows are outputs elsewhere.
+      has_ids: its numbers are integers.
     """
 
     name: str
     axes: tuple[str, ...] | None
     layer: int | None = None
     is_transposed: bool = False
+    has_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,10 @@ class Recipe:
 
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EI, EF and SF are experts, these and identities, F of an expert, and
-    F of the shared ones; EL numbers of a latent that experts read; C are the classes of a classification head, T rows
-    of learned positions; TT of types of tokens; S streams, SS shares of each in each, and R numbers of what stands
-    next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after pooling.
+    F of the shared ones; EK experts of a token, EL numbers of a latent that experts read; C are the classes of a
+    classification head, T rows of learned positions; TT of types of tokens; S streams, SS shares of each in each, and R
+    numbers of what stands next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after
+    pooling.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
@@ -117,8 +120,10 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     of an index its keys, its heads, and all their queries. Those with G are of what recurs: of all heads q, k and v; k;
     taps; value heads, and twice as many; numbers of a value; all values; three times q, k and v; q, k, v and their
     gates; all that Mamba-2 makes of its input; what decays by channel, or steps of Mamba, are made of, and these
-    with B and C; twice all values. Those with P are of embeddings of
-    layers: numbers of one, rows, and numbers of all layers.
+    with B and C; twice all values. Those with P are of embeddings of layers: numbers of one, rows, and numbers of all
+    layers. Those with A are of windows and groups of tokens: what queries are made of; what a group of heads has, what
+    all of these make; tokens of a group, what makes its entry, its key of an index; that key, heads of the index, all
+    their queries; of connections (`models/connections.py`) the streams, all of their numbers, and shares of them.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
@@ -127,6 +132,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     if layer is not None:
         mlp, arch = arch.layers[layer].mlp, arch.with_heads_of(arch.layers[layer])
         ffn_size = mlp.ffn_size if isinstance(mlp, DenseMlp) else ffn_size
+    of_grouped = _of_grouped(arch, 0 if layer is None else layer)
     of_recurrent_net = {}
     if net is not None:
         of_recurrent_net = {
@@ -185,6 +191,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         **of_vision,
         **of_dense,
         **of_latent,
+        **of_grouped,
         **of_recurrent_net,
         "2NH": 2 * arch.num_heads * arch.head_dim if arch.output_gate == "number" else 0,
         "V": arch.vocab_size,
@@ -204,6 +211,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "EI": mixture.num_choices if mixture and mixture.num_identities else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
+        "EK": mixture.router.top_k if mixture else 0,
         "EL": mixture.latent_size if mixture else 0,
         "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
@@ -217,7 +225,30 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "SS": arch.num_streams**2 if arch.num_streams > 1 else 0,
         "R": arch.laurel_rank,
         "1": 1,
+        "3": 3,
     }
+
+
+def _of_grouped(arch: ModelArch, layer: int) -> dict[str, int]:
+    mixer, connections = arch.layers[layer].mixer, arch.connections
+    if not isinstance(mixer, GroupedAttention) or connections is None:
+        return {}
+    lengths = {
+        "AQ": mixer.q_rank,
+        "AG": arch.num_heads * arch.head_dim // mixer.out_groups,
+        "AO": mixer.out_groups * mixer.out_rank,
+        "AN": connections.number,
+        "AND": connections.number * arch.hidden_size,
+        "AS": connections.number * (2 + connections.number),
+    }
+    groups = mixer.groups
+    if groups is None:
+        return lengths
+    lengths |= {"AM": groups.size, "AE": groups.parts * arch.head_dim}
+    if groups.index is None:
+        return lengths
+    heads, keys = groups.index.num_heads, groups.index.size
+    return {**lengths, "AK": groups.parts * keys, "AI": keys, "AH": heads, "AHI": heads * keys}
 
 
 def axes_lengths(source: Source, arch: ModelArch) -> tuple[int, ...]:

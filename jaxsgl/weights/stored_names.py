@@ -107,6 +107,34 @@ _OTHER_WORDS = (
     ),
 )
 
+# DeepSeek V4's words within a layer and beside layers, in order: patterns, and how recipes have them.
+_DEEPSEEK_V4 = (
+    (r"^(?=(layers|norm|embed|hc_head)[._])", "model."),
+    (r"^model\.embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^model\.hc_head_", "model.hc_head.hc_"),
+    (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"\.indexer\.weights_proj\.", ".indexer.scorer.weights_proj."),
+    (r"(self_attn|compressor|indexer)\.norm\.", r"\1.kv_norm."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.ape$", ".position_bias"),
+    (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+)
+_OF_DEEPSEEK_V4 = ".attn.wq_a.weight"  # how names end that show it
+
 _HEADS = ("lm_head.", "score.")
 _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
 _HALF = re.compile(r"model\.layers\.(\d+)\.(self_attn|mlps|input_layernorm|post_attention_layernorm)\.([01])\.")
@@ -168,6 +196,13 @@ def _of_half(name: str) -> str:
     return name
 
 
+def _in_deepseek_v4(name: str) -> str:
+    if not name.startswith("mtp."):
+        for pattern, recipes in _DEEPSEEK_V4:
+            name = re.sub(pattern, recipes, name)
+    return name
+
+
 def _of_decoder(stored: list[str]) -> dict[str, str]:
     if (of_encoder := as_a_decoders(stored)) is not None:
         return of_encoder
@@ -177,6 +212,8 @@ def _of_decoder(stored: list[str]) -> dict[str, str]:
         start = next((each for each in starts if each + table in stored), None)
         if start is not None:
             return {_in_words_of_recipes(name, start, words): name for name in stored}
+    if any(name.endswith(_OF_DEEPSEEK_V4) for name in stored):
+        return {_in_deepseek_v4(name): name for name in stored}
     if not {"embed_tokens.weight", "embeddings.weight"}.isdisjoint(stored):
         return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
     if "backbone.embeddings.weight" in stored:

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DENSE_MODULE = "dense."  # what we call the tensors of sentence-transformers' Dense modules
+ID_DTYPES = "I64", "I32"
 DRAFT_HEAD = "mtp."  # what names of its tensors begin with
 # And in these architectures' files.
 DRAFT_HEADS = {
@@ -165,9 +166,10 @@ class TensorFiles:
             raise CheckpointError(
                 f"{file.path}: tensor {source.name} has shape {stored.shape}, but config.json asks for {expected}"
             )
-        if stored.dtype not in FLOAT_DTYPES:
+        supported = ID_DTYPES if source.has_ids else tuple(FLOAT_DTYPES)
+        if stored.dtype not in supported:
             raise CheckpointError(
-                f"{file.path}: tensor {source.name} is {stored.dtype}; supported are {', '.join(FLOAT_DTYPES)}"
+                f"{file.path}: tensor {source.name} is {stored.dtype}; supported are {', '.join(supported)}"
             )
         self._unread.discard(source.name)
         return file.array(source.name)

@@ -26,6 +26,8 @@ def refuse_choose_experts(router: Router, logits: jax.Array) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     if router.score == "sparse_mixer":
         return "the share of an expert depends on those near it (sparse_mixer)"
+    if router.score == "root_of_softplus":
+        return "scores are roots of softplus"
     if router.num_groups > _MOST_GROUPS:
         return f"experts stand in {router.num_groups} groups; it takes at most {_MOST_GROUPS}"
     if logits.shape[-1] > _MOST_EXPERTS:

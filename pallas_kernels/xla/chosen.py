@@ -31,7 +31,7 @@ _MOST_SCORES = {"cpu": 2**20}
 _MOST_ON_ACCELERATORS = 2**24
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Tiles of queries, each of one sequence.
 
     Attributes:
@@ -47,7 +47,8 @@ class _Tiles(NamedTuple):
     number: jax.Array
 
 
-def _tiles(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, tile: int) -> _Tiles:
+def tiles_of(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, tile: int) -> Tiles:
+    """As many tiles of `tile` queries as any step of these shapes may need."""
     num_seqs = len(lengths)
     num_queries = jnp.where(lengths > 0, query_offsets[1:] - query_offsets[:-1], 0)
     num_tiles = (num_queries + tile - 1) // tile
@@ -61,7 +62,7 @@ def _tiles(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, tile: 
     stops = take(query_offsets[1:], seqs)[:, None]
     is_mine = (tokens < stops) & (number < ends[-1])[:, None]
     positions = tokens + take(lengths, seqs)[:, None] - stops
-    return _Tiles(seqs, jnp.where(is_mine, tokens, num_tokens), jnp.where(is_mine, positions, -1), ends[-1])
+    return Tiles(seqs, jnp.where(is_mine, tokens, num_tokens), jnp.where(is_mine, positions, -1), ends[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("first", "count", "scored", "interpret"))
@@ -75,7 +76,7 @@ def choose_tokens(
     """
     num_tokens, num_seqs, page_size = len(index.queries), kv.num_seqs, kv.page_size
     tile = min(_CHOOSING, -(-num_tokens // num_seqs))
-    tiles = _tiles(query_offsets, kv.lengths, num_tokens, tile)
+    tiles = tiles_of(query_offsets, kv.lengths, num_tokens, tile)
     batch = max(1, min(_CHOOSING // tile, num_seqs))
     if scored is not None:
         batch = max(1, min(_MOST_KEPT // (tile * kv.max_len), len(tiles.seqs)))
@@ -84,7 +85,7 @@ def choose_tokens(
     tile_pages = max(1, min(pages, most // page_size))
     tile_len = tile_pages * page_size
     num_pieces = -(-pages // tile_pages)
-    dtype = _product_dtype(index.queries, kv)
+    dtype = product_dtype(index.queries, kv)
 
     def add_scores(
         piece: jax.Array, scores: jax.Array, seqs: jax.Array, positions: jax.Array, q: jax.Array, weights: jax.Array
@@ -132,7 +133,7 @@ def attend_to_chosen(
     page_size, value_dim, batch = kv.page_size, options.value_dim or head_dim, min(_ATTENDING, num_tokens)
     seq_of_token = jnp.sum(query_offsets[1:] <= jnp.arange(num_tokens)[:, None], axis=1)
     seq_of_token = jnp.minimum(seq_of_token, kv.num_seqs - 1)
-    dtype, scale, precision = _product_dtype(q, kv), options.scale(head_dim), dot_precision(q)
+    dtype, scale, precision = product_dtype(q, kv), options.scale(head_dim), dot_precision(q)
 
     def attend(i: jax.Array, out: jax.Array) -> jax.Array:
         # The last ones are moved back to stay inside; some queries then attend twice, to the same tokens.
@@ -140,7 +141,7 @@ def attend_to_chosen(
         mine, places, seqs = (lax.dynamic_slice_in_dim(x, begin, batch) for x in (q, chosen, seq_of_token))
         is_chosen, at = places >= 0, jnp.maximum(places, 0)
         pages = take(kv.page_table, (seqs[:, None], at // page_size))
-        entries = from_bits(_read_rows(kv.k, pages, at % page_size, head_dim), kv.dtype)
+        entries = from_bits(read_rows(kv.k, pages, at % page_size, head_dim), kv.dtype)
         # A place that no query sees may hold NaN, which a weight of zero would not silence.
         entries = jnp.where(is_chosen[..., None], entries, 0).astype(dtype)
         rows = (mine.astype(jnp.float32) * scale).astype(dtype)
@@ -159,7 +160,7 @@ def attend_to_chosen(
     return lax.fori_loop(0, (num_real + batch - 1) // batch, attend, nothing)
 
 
-def _product_dtype(q: jax.Array, kv: PagedKv) -> jnp.dtype:
+def product_dtype(q: jax.Array, kv: PagedKv) -> jnp.dtype:
     """What is multiplied: float32 on a CPU, but the numbers of a cache of `BITS`; elsewhere what queries are."""
     if target_device().platform != "cpu":
         return q.dtype
@@ -171,7 +172,7 @@ def _read_columns(pages: jax.Array, page_ids: jax.Array, first: int, size: int) 
     return _gather(pages, (page_ids, None), (page_ids.ndim, page_ids.ndim + 1), (pages.shape[2], size), first)
 
 
-def _read_rows(pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, size: int) -> jax.Array:
+def read_rows(pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, size: int) -> jax.Array:
     """The first `size` numbers of the entries at `offsets [B, k]` of the pages `[B, k]`: `[B, k, size]`."""
     return _gather(pages, (page_ids, offsets), (page_ids.ndim,), (1, size), 0)
 

@@ -39,7 +39,7 @@ KINDS = (
     "helium", "flex_olmo", "afmoe",
     "cohere", "cohere2", "starcoder2", "stable_lm", "phi", "gpt_neox", "gpt2", "gpt_bigcode", "gptj", "opt",
     "cwm", "ministral", "ministral3", "mistral4", "youtu", "mellum", "dots1", "solar_open", "exaone_moe",
-    "llama4", "hunyuan_moe", "deepseek_v32", "glm_moe_dsa",
+    "llama4", "hunyuan_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa",
     "apertus", "cohere2_moe", "granite_swa", "granite_moe_swa", "hyperclovax", "kolibri1",
     "hy_v3", "laguna", "mimo_v2_flash", "jais2", "minicpm3", "nemotron", "vault_gemma",
     "olmo", "nanochat", "falcon", "falcon_40b", "falcon_11b", "phimoe", "axk1",

@@ -20,6 +20,7 @@ from jaxsgl.models import ModelArch, Qkv, StepContext, abstract_model
 from jaxsgl.models.layers import Queries
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
+from pallas_kernels import GroupedQkv
 from pallas_kernels.paged_kv import FLOAT8, to_format
 from tests.checkpoint_kinds import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
@@ -62,7 +63,7 @@ def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds
     model = nnx.merge(graphdef, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
 
     def attend(layer: int, qkv: Qkv | Queries, sinks: jax.Array | None) -> jax.Array:
-        assert not isinstance(qkv, Queries)
+        assert not isinstance(qkv, Queries | GroupedQkv)
         q, k, v = qkv.split()
         if rounds:
             k, v = (to_format(x / s, FLOAT8).astype(x.dtype) * s for x, s in ((k, K_SCALE), (v, V_SCALE)))

@@ -47,6 +47,7 @@ UNTRIED = {
     "hyperclovax": ("attention_multiplier", "hidden_size", "num_attention_heads"),
     "granite_hybrid": ("num_hidden_layers", "hidden_size", "mamba_expand", "mamba_n_heads"),
     "bamba": ("hidden_size", "mamba_expand", "mamba_n_heads"),
+    "deepseek_v4": ("moe_intermediate_size", "num_hidden_layers"),
     "falcon_h1": ("mamba_d_ssm", "mamba_n_heads"),
     "jamba": ("attn_layer_offset",),
     "kimi_linear": ("model_max_length", "num_hidden_layers"),

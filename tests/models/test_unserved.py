@@ -26,10 +26,10 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("DeepseekV33ForCausalLM", {"index_topk": 9}, "no family of its form has sparse", "DeepseekV32ForCausalLM"),
     ("Llama5ForCausalLM", {"attention_chunk_size": 8192}, "no family of its form has attention", "Llama4ForCausalLM"),
     (
-        "DeepseekV4ForCausalLM",
+        "DeepseekV41ForCausalLM",
         {"compress_rates": [4], "index_topk": 512, "hc_mult": 4},
-        "here: attention to compressed tokens, several residual streams; run",
-        "DeepseekV3ForCausalLM",
+        "has sparse attention that an index chooses for and attention to compressed tokens and several residual",
+        "DeepseekV4ForCausalLM",
     ),
     ("BailingHybridForCausalLM", {"kda_lower_bound": -5.0}, "here: linear attention", None),
     ("RecurrentGemmaForCausalLM", {"lru_width": 2560}, "here: recurrent blocks (RG-LRU); run", None),
@@ -39,7 +39,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (
         "Gemma5ForConditionalGeneration",
         {"text_config": {"hidden_size_per_layer_input": 256, "hc_mult": 4}},
-        "tells of what is not built here: several residual streams",
+        "no family of its form has an embedding for each layer and several residual streams",
         "Gemma4ForConditionalGeneration",
     ),
     (

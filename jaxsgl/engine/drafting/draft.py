@@ -295,4 +295,4 @@ def own_layers(kv: KvBuffers, drafting: Drafting) -> KvBuffers:
 
 def with_own_layers(kv: KvBuffers, own: KvBuffers) -> KvBuffers:
     """`kv` with these as its last layers."""
-    return KvBuffers(kv.k[: len(kv.k) - len(own.k)] + own.k, kv.v[: len(kv.v) - len(own.v)] + own.v)
+    return kv._replace(k=kv.k[: len(kv.k) - len(own.k)] + own.k, v=kv.v[: len(kv.v) - len(own.v)] + own.v)

@@ -8,6 +8,7 @@ flags say of each other `EngineConfig` checks.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from jaxsgl.cache.pages import ends_page
@@ -36,6 +37,7 @@ def check_flags(config: EngineConfig, arch: ModelArch) -> None:
         check_stages(config, arch)
     _check_states(config, arch)
     _check_encoder(config, arch)
+    _check_groups(config, arch)
     _check_pages(config, arch)
     _check_adapters(config, arch)
     _check_ranks(config, arch)
@@ -74,6 +76,31 @@ def _check_encoder(config: EngineConfig, arch: ModelArch) -> None:
             raise ConfigError(
                 f"{flags} does not go with {arch.name}, whose tokens see the whole prompt: {reason}: leave it out"
             )
+
+
+def _check_groups(config: EngineConfig, arch: ModelArch) -> None:
+    """Raises `ConfigError` for what windows and groups of tokens don't go with."""
+    if arch.grouped is None:
+        return
+    speculation = config.speculation
+    refused = (
+        (config.tp > 1, f"--tp {config.tp}", "its attention is not shared out among devices"),
+        (config.has_stages, "--pp-size", "several residual streams are not passed on between stages"),
+        (config.host_kv.is_on, "--host-kv-gib, --enable-hierarchical-cache or --kv-file", "its layers' pages differ"),
+        (config.disaggregation.is_on, "--disaggregation-mode", "its layers' pages differ"),
+        (speculation.is_on, f"--speculative-algorithm {speculation.speculative_algorithm}", "sums of groups of tokens "
+         "can't be taken back"),
+        (config.lora.is_on, "--lora-paths or --enable-lora", "adapters of its layers are not served"),
+    )  # fmt: skip
+    for is_on, flags, reason in refused:
+        if is_on:
+            raise ConfigError(f"{flags} does not go with {arch.name} yet: {reason}: leave it out")
+    page_size, size = config.page_size, math.lcm(*(groups.size for groups in arch.token_groups))
+    if isinstance(page_size, int) and not ends_page(page_size, size):
+        raise ConfigError(
+            f"--page-size is {page_size}, but pages of {arch.name} hold whole groups of tokens: give a multiple of "
+            f"{size}, or leave it out"
+        )
 
 
 def _check_pages(config: EngineConfig, arch: ModelArch) -> None:

@@ -122,6 +122,7 @@ def choose_pages(config: EngineConfig, arch: ModelArch, platform: str, num_devic
         if arch.recurrent_net is not None:
             page_size = max(page_size, STATE_PAGE_SIZE)
         page_size = math.gcd(page_size, *filter(None, (layer.chunk for layer in arch.layers)))
+        page_size = math.lcm(page_size, *(groups.size for groups in arch.token_groups))
     return page_size, kept_heads(platform, arch.kv_heads, num_devices, page_size)
 
 

@@ -193,8 +193,58 @@ _LONGCAT = Family(
     ignored=frozenset({"head_dim", "qk_head_dim", "num_key_value_heads", "num_hidden_layers", "norm_topk_prob"}),
 )
 
+# Not over a latent, but over windows and entries of groups of tokens.
+_DEEPSEEK_V4 = Family(
+    qkv_bias=False,
+    attention_out_bias=False,
+    sinks="all",
+    windows="always",
+    grouped_tokens=True,
+    moe=MoeFamily(
+        ("n_routed_experts", "num_local_experts"),
+        score="root_of_softplus",
+        choice_bias=True,
+        renormalize=True,
+        grouped=True,
+        shared_key="n_shared_experts",
+        clamped="silu",
+    ),
+    required={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_group": 1,
+    },
+    defaults={
+        "head_dim": 512,
+        "max_position_embeddings": 1_048_576,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "num_key_value_heads": 1,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 128,
+        "eos_token_id": 1,
+    },
+    # Layers that draft are left out.
+    ignored=frozenset(
+        {
+            "expert_dtype",
+            "intermediate_size",
+            "num_nextn_predict_layers",
+            "router_jitter_noise",
+            "topk_method",
+        }
+    ),
+)
+
 LATENTS: dict[str, Family] = {
     "LongcatFlashForCausalLM": _LONGCAT,
+    "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
     "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
     "GlmMoeDsaForCausalLM": _GLM_DSA,
     "Mistral4ForCausalLM": _MISTRAL4,

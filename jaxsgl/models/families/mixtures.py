@@ -599,7 +599,7 @@ MIXTURES: dict[str, Family] = {
             renormalize=False,
             router_bias=True,
             expert_bias=True,
-            clamped=True,
+            clamped="gpt-oss",
         ),
         defaults={
             "head_dim": 64,

@@ -1,0 +1,240 @@
+"""Attention to a window of tokens and to entries of groups of tokens (`grouped_tokens`) in XLA, on every device.
+
+Stores what is new, makes the entries of the groups that the step's tokens end, then attends, a few queries of one
+sequence at a time. Each of these reads the entries of all groups of its sequence: time follows the longest sequence
+that the cache can hold. Called through `api.grouped`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dots import dot_precision
+from pallas_kernels.grouped_tokens import GroupedCache, GroupedQkv, GroupParts, Sums, no_tokens, num_sums, turn_pairs
+from pallas_kernels.norm import rms_norm
+from pallas_kernels.options import AttentionOptions, with_sinks
+from pallas_kernels.paged_kv import to_format
+from pallas_kernels.target import target_device
+from pallas_kernels.xla.chosen import read_rows, tiles_of
+from pallas_kernels.xla.common import UNSEEN, from_bits, gather_tiles, take
+from pallas_kernels.xla.store import store_pages
+
+_QUERIES = 16  # that attend at once
+
+
+class _Tokens(NamedTuple):
+    """Where the step's tokens are.
+
+    Attributes:
+      seqs: `[T]` the sequence of each.
+      positions: `[T]` int32, -1 for padding.
+      is_first: `[T]` whether it is the first one of its sequence in the step.
+      slots: `[T]` int32 where it is stored.
+    """
+
+    seqs: jax.Array
+    positions: jax.Array
+    is_first: jax.Array
+    slots: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def store_and_attend(
+    qkv: GroupedQkv,
+    cache: GroupedCache,
+    slots: jax.Array,
+    query_offsets: jax.Array,
+    options: AttentionOptions,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, GroupedCache]:
+    """The output `[T, N, H]`, and the cache with the step's tokens.
+
+    Args:
+        qkv: of the T tokens.
+        cache: with pages that hold whole groups.
+        slots: `[T]` int32, where tokens are stored; padding in page 0.
+        query_offsets: `[S + 1]` int32, whose tokens are whose.
+        options: scale and window.
+        sinks: `[N]` float32, which join the denominators of softmaxes; None: there are none.
+    """
+    num_tokens, page_size = len(slots), cache.tokens.shape[2]
+    seqs = jnp.minimum(jnp.sum(query_offsets[1:] <= jnp.arange(num_tokens)[:, None], axis=1), len(cache.lengths) - 1)
+    number = jnp.arange(num_tokens, dtype=jnp.int32)
+    positions = number + take(cache.lengths, seqs) - take(query_offsets[1:], seqs)
+    is_token = (slots >= page_size) & (number < query_offsets[-1]) & (positions >= 0)
+    tokens = _Tokens(seqs, jnp.where(is_token, positions, -1), number == take(query_offsets, seqs), slots)
+    new = to_format(qkv.entries[:, None], cache.tokens.dtype)
+    cache = dataclasses.replace(cache, tokens=store_pages(cache.tokens, new, slots))
+    if qkv.groups is not None:
+        cache = _with_groups(qkv.groups, qkv.entries.shape[1], cache, tokens)
+    return _attend(qkv, cache, query_offsets, options, sinks), cache
+
+
+def _with_groups(parts: GroupParts, head_dim: int, cache: GroupedCache, tokens: _Tokens) -> GroupedCache:
+    """The cache with the entries of groups that end in the step, and the sums of those that the step leaves open.
+
+    A place is a group that has tokens in the step. Sequences come one after another, and so do groups of each.
+    """
+    assert cache.groups is not None and cache.sums is not None
+    m, page_size, num_tokens = parts.size, cache.tokens.shape[2], len(tokens.slots)
+    num_places = min(num_tokens, num_tokens // m + 2 * len(cache.lengths))
+    number = jnp.arange(num_tokens, dtype=jnp.int32)
+    is_token = tokens.positions >= 0
+    begins = is_token & (tokens.is_first | (tokens.positions % m == 0))
+    place_of = jnp.where(is_token, jnp.cumsum(begins) - 1, num_places)
+    nothing = jnp.zeros(num_places, jnp.int32)
+    first = nothing.at[jnp.where(begins, place_of, num_places)].set(number, mode="drop")
+    last = nothing.at[place_of].max(number, mode="drop")
+    is_place = jnp.arange(num_places) < jnp.sum(begins)
+    begin, end, opens = tokens.positions[first], tokens.positions[last], tokens.is_first[first]
+
+    stored = _stored(cache, tokens.seqs[first], begin, parts.numbers.shape[1])
+    continues = (opens & (begin % m != 0))[:, None, None]
+    sums = _sums_of_places(parts, tokens.positions, place_of, num_places)
+    of_own = Sums(*(each[:, -parts.numbers.shape[1] :] for each in stored))
+    sums = sums.merged(of_own).where(continues, sums)
+    kept, whole = sums, sums.part(-1)
+    if parts.numbers.shape[1] == 2:
+        before = _of_group_before(sums.part(0), stored, continues[:, 0], (opens & (begin > 0))[:, None], opens[:, None])
+        whole = before.merged(whole)
+        kept = Sums(*(jnp.concatenate([one[:, None], two], axis=1) for one, two in zip(before, sums, strict=True)))
+    entries = _finished(parts, head_dim, whole, begin - begin % m)
+    closes = is_place & (end % m == m - 1)
+    # What isn't kept is written into the dummy page.
+    slot = tokens.slots[last]
+    rows = jnp.where(closes, slot // m, 0)
+    page = slot // page_size
+    is_last = is_place & (page != jnp.append(jnp.where(is_place, page, -1)[1:], -1))
+    of_page = jnp.stack(kept, axis=2).reshape(num_places, num_sums(parts.numbers.shape[1]), -1)
+    return dataclasses.replace(
+        cache,
+        groups=store_pages(cache.groups, to_format(entries[:, None], cache.groups.dtype), rows),
+        sums=cache.sums.at[jnp.where(is_last, page, 0)].set(of_page, mode="promise_in_bounds"),
+    )
+
+
+def _stored(cache: GroupedCache, seqs: jax.Array, begin: jax.Array, parts: int) -> Sums:
+    """`[places, rows, W]` of the pages of the tokens before `begin`."""
+    assert cache.sums is not None
+    pages = take(cache.page_table, (seqs, jnp.maximum(begin - 1, 0) // cache.tokens.shape[2]))
+    of_page = take(cache.sums, pages).reshape(len(seqs), num_sums(parts) // 3, 3, -1)
+    return Sums(of_page[:, :, 0], of_page[:, :, 1], of_page[:, :, 2])
+
+
+def _sums_of_places(parts: GroupParts, positions: jax.Array, place_of: jax.Array, num_places: int) -> Sums:
+    """`[places, parts, W]` of the step's tokens."""
+    gates = parts.gates + take(parts.bias, jnp.maximum(positions, 0) % parts.size)
+    nothing = jnp.zeros((num_places, *gates.shape[1:]), jnp.float32)
+    top = no_tokens(nothing).top.at[place_of].max(gates, mode="drop")
+    weights = jnp.exp(gates - take(top, jnp.minimum(place_of, num_places - 1)))
+    total = nothing.at[place_of].add(weights, mode="drop")
+    return Sums(top, total, nothing.at[place_of].add(weights * parts.numbers, mode="drop"))
+
+
+def _of_group_before(first: Sums, stored: Sums, continues: jax.Array, follows: jax.Array, opens: jax.Array) -> Sums:
+    """What the tokens of the group before give to each place `[places, W]`.
+
+    `first` is what the tokens of a place give to the next one. A place that opens its sequence's part of the step has
+    it stored, in the row that its own group was in if it goes on with that one.
+    """
+    shifted = Sums(*(jnp.roll(each, 1, axis=0) for each in first))
+    unless_first = stored.part(1).where(follows, no_tokens(shifted.top).where(opens, shifted))
+    return stored.part(0).where(continues, unless_first)
+
+
+def _finished(parts: GroupParts, head_dim: int, sums: Sums, positions: jax.Array) -> jax.Array:
+    """`[places, W]` float32: means, normalized and turned, of groups that begin at `positions`."""
+    means = sums.read / jnp.maximum(sums.total, 1e-30)
+    angles = positions[:, None].astype(jnp.float32) * parts.frequencies
+    tables = jnp.cos(angles), jnp.sin(angles)
+    sides = [(means[:, :head_dim], parts.scales[:head_dim]), (means[:, head_dim:], parts.scales[head_dim:])]
+    made = [turn_pairs(rms_norm(side, scales, parts.eps), *tables) for side, scales in sides if side.shape[1]]
+    return jnp.concatenate(made, axis=-1)
+
+
+def _attend(
+    qkv: GroupedQkv, cache: GroupedCache, query_offsets: jax.Array, options: AttentionOptions, sinks: jax.Array | None
+) -> jax.Array:
+    num_tokens, num_heads, head_dim = qkv.queries.shape
+    num_seqs, page_size = len(cache.lengths), cache.tokens.shape[2]
+    window = options.longest_view(cache.page_table.shape[1] * page_size)
+    tile = min(_QUERIES, -(-num_tokens // num_seqs))
+    tiles = tiles_of(query_offsets, cache.lengths, num_tokens, tile)
+    batch = max(1, min(_QUERIES // tile, num_seqs))
+    dtype = jnp.dtype(jnp.float32) if target_device().platform == "cpu" else qkv.queries.dtype
+    precision, scale = dot_precision(qkv.queries), options.scale(head_dim)
+
+    def attend(i: jax.Array, out: jax.Array) -> jax.Array:
+        mine = jnp.minimum(i * batch + jnp.arange(batch), len(tiles.seqs) - 1)
+        seqs, tokens, positions = (take(each, mine) for each in tiles[:3])
+        inside = jnp.minimum(tokens, num_tokens - 1)
+        keys, is_seen = _window(cache, seqs, positions, window, head_dim)
+        if qkv.groups is not None:
+            of_groups, sees_group = _groups(qkv.groups, cache, seqs, inside, positions)
+            keys = jnp.concatenate([keys, of_groups[..., :head_dim]], axis=1)
+            is_seen = jnp.concatenate([is_seen, sees_group], axis=2)
+        # What no query sees may be NaN, which a weight of zero would not silence.
+        keys = jnp.where(jnp.any(is_seen, axis=1)[..., None], keys, 0).astype(dtype)
+        rows = (take(qkv.queries, inside).astype(jnp.float32) * scale).astype(dtype)
+        scores = jnp.einsum("bqnh,bkh->bqnk", rows, keys, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.where(is_seen[:, :, None], scores, UNSEEN)
+        top = jnp.max(scores, axis=-1)
+        weights = jnp.where(is_seen[:, :, None], jnp.exp(scores - top[..., None]), 0)
+        total = jnp.maximum(with_sinks(jnp.sum(weights, axis=-1), top, sinks), 1e-30)
+        read = jnp.einsum(
+            "bqnk,bkh->bqnh", weights.astype(dtype), keys, precision=precision, preferred_element_type=jnp.float32
+        )
+        return out.at[tokens].set((read / total[..., None]).astype(out.dtype), mode="drop")
+
+    nothing = jnp.zeros((num_tokens, num_heads, head_dim), qkv.queries.dtype)
+    if len(tiles.seqs) <= batch:
+        return attend(jnp.int32(0), nothing)
+    return lax.fori_loop(0, (tiles.number + batch - 1) // batch, attend, nothing)
+
+
+def _window(
+    cache: GroupedCache, seqs: jax.Array, positions: jax.Array, window: int, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Entries `[b, n, H]` of the tokens that tiles of queries may see, and which each query sees, `[b, q, n]`.
+
+    `positions [b, q]` of a tile follow one another.
+    """
+    page_size, max_len = cache.tokens.shape[2], cache.page_table.shape[1] * cache.tokens.shape[2]
+    num_keys = window + positions.shape[1] - 1
+    at = positions[:, :1] - window + 1 + jnp.arange(num_keys)
+    inside = jnp.clip(at, 0, max_len - 1)
+    pages = take(cache.page_table, (seqs[:, None], inside // page_size))
+    keys = from_bits(read_rows(cache.tokens, pages, inside % page_size, head_dim), cache.tokens.dtype)
+    here, key_at = positions[..., None], at[:, None]
+    return keys, (key_at >= 0) & (key_at <= here) & (key_at > here - window)
+
+
+def _groups(
+    parts: GroupParts, cache: GroupedCache, seqs: jax.Array, tokens: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Entries `[b, n, W]` of all groups of sequences, and which of them each query sees, `[b, q, n]`.
+
+    These are groups that have ended, the query's own included; with an index the best ones of them, of equal ones the
+    earlier.
+    """
+    assert cache.groups is not None
+    entries = from_bits(gather_tiles(cache.groups, take(cache.page_table, seqs))[:, 0], cache.groups.dtype)
+    number = jnp.arange(entries.shape[1])
+    is_seen = number < ((positions + 1) // parts.size)[..., None]
+    if parts.index_queries is None or parts.index_weights is None or parts.num_chosen >= len(number):
+        return entries, is_seen
+    queries, weights = take(parts.index_queries, tokens), take(parts.index_weights, tokens)
+    keys = entries[..., -queries.shape[-1] :].astype(queries.dtype)
+    of_heads = jnp.einsum(
+        "bqhi,bni->bqhn", queries, keys, precision=dot_precision(queries), preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(is_seen, jnp.sum(jax.nn.relu(of_heads) * weights[..., None], axis=2), -jnp.inf)
+    best, at = lax.top_k(scores, parts.num_chosen)
+    tile, query = jnp.indices(at.shape)[:2]
+    return entries, jnp.zeros_like(is_seen).at[tile, query, at].set(best > -jnp.inf)

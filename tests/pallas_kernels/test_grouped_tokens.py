@@ -1,0 +1,124 @@
+"""Entries of groups of tokens are the same however steps cut sequences, and queries attend to whole groups alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionOptions, GroupedCache, GroupedQkv, GroupParts, attend_to_groups
+from pallas_kernels.grouped_tokens import num_sums
+from tests.plain_model import plain_grouped_attention
+
+HEADS, HEAD, KEY, INDEX_HEADS, TURNED = 3, 8, 6, 11, 4
+PAGE, PAGES = 12, 5
+LENGTHS = (37, 12, 2, 60)
+OPTIONS = AttentionOptions(sm_scale=0.4, sliding_window=7)
+# Tokens of each sequence in steps one after another: alone, in chunks, by tokens, across ends of groups and pages.
+STEPS = {
+    "at once": (LENGTHS,),
+    "in chunks": ((5, 12, 1, 24), (7, 0, 0, 24), (25, 0, 1, 12)),
+    "by tokens": ((35, 10, 0, 58), (1, 1, 1, 1), (1, 1, 1, 1)),
+}
+
+
+def tokens(size: int, parts: int, *, has_index: bool) -> list[GroupedQkv]:
+    """Those of each sequence."""
+    rng = np.random.default_rng(4)
+    width = HEAD + (KEY if has_index else 0)
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    bias, scales, turns = random(size, parts, width), random(width), jnp.asarray([0.7, 0.1], jnp.float32)
+    made = []
+    for length in LENGTHS:
+        queries, weights = random(length, INDEX_HEADS, KEY), random(length, INDEX_HEADS)
+        groups = GroupParts(
+            random(length, parts, width), 3 * random(length, parts, width), bias, scales, turns,
+            queries if has_index else None, weights if has_index else None, 1e-6, 4,
+        )  # fmt: skip
+        made.append(GroupedQkv(random(length, HEADS, HEAD), random(length, HEAD), groups))
+    return made
+
+
+def of_tokens(qkv: GroupedQkv, begin: int, end: int) -> GroupedQkv:
+    assert qkv.groups is not None
+    by_token = "numbers", "gates", "index_queries", "index_weights"
+    cut: dict[str, Any] = {
+        name: None if (x := getattr(qkv.groups, name)) is None else x[begin:end] for name in by_token
+    }
+    return GroupedQkv(qkv.queries[begin:end], qkv.entries[begin:end], dataclasses.replace(qkv.groups, **cut))
+
+
+def joined(kept: list[GroupedQkv]) -> GroupedQkv:
+    """Tokens one after another."""
+    shared = {"bias", "scales", "frequencies"}
+    groups = [each.groups for each in kept]
+    first = groups[0]
+    assert first is not None
+    fields: dict[str, Any] = {
+        field.name: jnp.concatenate([getattr(each, field.name) for each in groups])
+        for field in dataclasses.fields(first)
+        if field.name not in shared and isinstance(getattr(first, field.name), jax.Array)
+    }
+    return GroupedQkv(
+        jnp.concatenate([each.queries for each in kept]),
+        jnp.concatenate([each.entries for each in kept]),
+        dataclasses.replace(first, **fields),
+    )
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(("size", "parts", "has_index"), [(3, 2, True), (12, 1, False)], ids=str)
+def test_queries_attend_as_if_sequences_were_computed_at_once(
+    size: int, parts: int, has_index: bool, steps: str
+) -> None:
+    """Pages hold NaN before, but for sums, which hold numbers of others."""
+    made = tokens(size, parts, has_index=has_index)
+    sinks = jnp.asarray([0.3, -1.0, 2.0], jnp.float32)
+    width = HEAD + (KEY if has_index else 0)
+    rng = np.random.default_rng(1)
+    table = 1 + rng.permutation(len(LENGTHS) * PAGES).reshape(len(LENGTHS), PAGES)
+    cache = GroupedCache(
+        jnp.full((1 + table.size, 1, PAGE, HEAD), jnp.nan).at[0].set(0),
+        jnp.full((1 + table.size, 1, PAGE // size, width), jnp.nan).at[0].set(0),
+        jnp.asarray(rng.normal(size=(1 + table.size, num_sums(parts), width)), jnp.float32),
+        jnp.asarray(table, jnp.int32),
+        jnp.zeros(len(LENGTHS), jnp.int32),
+    )
+    found: list[list[np.ndarray]] = [[] for _ in LENGTHS]
+    before = np.zeros(len(LENGTHS), int)
+    for counts in STEPS[steps]:
+        after = before + counts
+        padding = 2
+        of_step = [of_tokens(each, *ends) for each, *ends in zip(made, before, after, strict=True)]
+        qkv = joined([*of_step, *[of_tokens(made[0], 0, 1)] * padding])
+        at = [(s, p) for s in range(len(LENGTHS)) for p in range(before[s], after[s])]
+        slots = [table[s, p // PAGE] * PAGE + p % PAGE for s, p in at] + [0] * padding
+        lengths = np.where(np.asarray(counts) > 0, after, 0)  # those without a token are not in the step
+        out, cache = attend_to_groups(
+            qkv, dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32)), jnp.asarray(slots, jnp.int32),
+            jnp.asarray(np.cumsum([0, *counts]), jnp.int32), OPTIONS, sinks,
+        )  # fmt: skip
+        for (s, _), row in zip(at, np.asarray(out), strict=False):
+            found[s].append(row)
+        before = after
+    for qkv, rows in zip(made, found, strict=True):
+        np.testing.assert_allclose(np.stack(rows), plain_grouped_attention(qkv, OPTIONS, sinks), atol=2e-5)
+
+
+def test_pages_that_cut_groups_are_refused() -> None:
+    (qkv, *_) = tokens(5, 2, has_index=False)
+    cache = GroupedCache(
+        jnp.zeros((2, 1, PAGE, HEAD)), jnp.zeros((2, 1, 2, HEAD)), jnp.zeros((2, 9, HEAD)),
+        jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"pages of 12 tokens .* don't hold groups of 5"):
+        attend_to_groups(
+            of_tokens(qkv, 0, 1), cache, jnp.full(1, PAGE, jnp.int32), jnp.arange(2, dtype=jnp.int32), OPTIONS
+        )
