@@ -49,9 +49,8 @@ def tokens(size: int, parts: int, *, has_index: bool) -> list[GroupedQkv]:
 def of_tokens(qkv: GroupedQkv, begin: int, end: int) -> GroupedQkv:
     assert qkv.groups is not None
     by_token = "numbers", "gates", "index_queries", "index_weights"
-    cut: dict[str, Any] = {
-        name: None if (x := getattr(qkv.groups, name)) is None else x[begin:end] for name in by_token
-    }
+    found = {name: getattr(qkv.groups, name) for name in by_token}
+    cut: dict[str, Any] = {name: None if each is None else each[begin:end] for name, each in found.items()}
     return GroupedQkv(qkv.queries[begin:end], qkv.entries[begin:end], dataclasses.replace(qkv.groups, **cut))
 
 
