@@ -148,7 +148,7 @@ class _Pass:
       ranks: the tokens that MLPs and experts compute.
       tables: by rope and size of heads, see `DecoderLayers._rope_of`.
       embeddings: `[T, L, P]`, those of the layers; None: they have none.
-      token_ids: `[T]`, for experts that follow from them; None: none do.
+      token_ids: `[M]` those of all ranks, if experts follow from them.
     """
 
     context: StepContext
@@ -284,14 +284,13 @@ class DecoderLayers(Matrices):
         from.
         """
         arch, vectors = self.arch, self.vectors
-        tables = {key: tables_of(positions, *key) for key in self._ropes()}
-        rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
-        step = _Pass(context, rows, TokensOfRanks(context.is_token, context.mlp_tokens), tables, embeddings, token_ids)
+        step = self._pass_of(positions, x_TD.dtype, context, embeddings, token_ids)
         if self.last_connection is not None:
             return self._connected(x_TD, step, self.last_connection)
-        x_TD, predicted = self.streams.opened(x_TD, vectors, rows)
+        x_TD, predicted = self.streams.opened(x_TD, vectors, step.rows)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
-        first = rows.norm(vectors.attention_norm, vectors.attention_norm_bias, arch.norm_row("attention_norm", 0))
+        row = arch.norm_row("attention_norm", 0)
+        first = step.rows.norm(vectors.attention_norm, vectors.attention_norm_bias, row)
         read_TD: Rows = x_TD if first is None else first(x_TD, arch.rms_norm_eps)
         if arch.encoder is not None and arch.encoder.restarts != "nowhere":
             x_TD = _restarted(read_TD)
@@ -309,6 +308,23 @@ class DecoderLayers(Matrices):
         context.note_stream(arch.num_layers, x_TD)
         assert isinstance(read_TD, jax.Array), "heads read rows as they are"
         return read_TD
+
+    def _pass_of(
+        self,
+        positions: jax.Array,
+        dtype: jnp.dtype,
+        context: StepContext,
+        embeddings: jax.Array | None,
+        token_ids: jax.Array | None,
+    ) -> _Pass:
+        """What layers of a stream of `dtype` have of `run`'s arguments."""
+        tables = {key: tables_of(positions, *key) for key in self._ropes()}
+        rows = LayerRows(self.arch.num_layers, positions.reshape(-1), dtype)
+        ranks = TokensOfRanks(context.is_token, context.mlp_tokens)
+        mlps = (spec.mlp for spec in self.arch.layers)
+        if token_ids is not None and any(isinstance(mlp, MoeMlp) and mlp.by_token for mlp in mlps):
+            token_ids = ranks.gathered(token_ids)
+        return _Pass(context, rows, ranks, tables, embeddings, token_ids)
 
     def _connected(self, x_TD: jax.Array, step: _Pass, last: LastConnection) -> jax.Array:
         """`run` where blocks have connections to several residual streams, which begin alike."""

@@ -7,7 +7,8 @@
 These are the projections around `Attend`; `pallas_kernels/grouped_tokens.py` has what groups are. What is attended has
 turned with the positions of keys, since these are values, too: it is turned back by the query's position, so that it
 depends on distances alone. Heads keep the checkpoint's order of numbers, of which the last R turn in pairs of
-neighbours. Never knows pages or checkpoints. Source: DeepSeek-V4's report, 2.3.
+neighbours. Devices that share the model have some groups of heads each, and make entries each for itself. Never knows
+pages or checkpoints. Source: DeepSeek-V4's report, 2.3.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ class GroupedMixer(Matrices):
         d, n, h, rank = arch.hidden_size, arch.num_heads, arch.head_dim, mixer.q_rank
         self.mixer, self.eps, self.rope = mixer, arch.rms_norm_eps, arch.ropes[spec.rope]
         self.declare("q_a", (rank, d), (None, None), dtype, arch.format_of(spec, "q_a"), fan_in=d)
-        self.declare("q_b", (n, h, rank), (None, None, None), dtype, arch.format_of(spec, "q_b"), fan_in=rank)
+        self.declare("q_b", (n, h, rank), ("kv_heads", None, None), dtype, arch.format_of(spec, "q_b"), fan_in=rank)
         self.declare("kv", (h, d), (None, None), dtype, arch.format_of(spec, "kv"), fan_in=d)
         inputs, outputs = n * h // mixer.out_groups, mixer.out_groups * mixer.out_rank
-        self.declare("o_a", (mixer.out_groups, mixer.out_rank, inputs), (None,) * 3, dtype, None, fan_in=inputs)
-        self.declare("o_b", (d, outputs), (None, None), dtype, arch.format_of(spec, "o_b"), fan_in=outputs)
+        self.declare(
+            "o_a", (mixer.out_groups, mixer.out_rank, inputs), ("kv_heads", None, None), dtype, None, fan_in=inputs
+        )
+        self.declare("o_b", (d, outputs), (None, "kv_heads"), dtype, arch.format_of(spec, "o_b"), fan_in=outputs)
         self.q_a_norm, self.kv_norm = (vector((size,), (None,), _FLOAT32, mean=1.0) for size in (rank, h))
-        self.sinks = vector((n,), (None,), _FLOAT32, mean=0.0)
+        self.sinks = vector((n,), ("kv_heads",), _FLOAT32, mean=0.0)
         groups = mixer.groups
         if groups is None:
             return

@@ -105,6 +105,8 @@ def _refuse(arch: ModelArch, num_devices: int, num_ranks: int, way_out: str) -> 
 def _misfits(arch: ModelArch, num_devices: int, num_ranks: int) -> list[str]:
     """What of the model can't be split, in words."""
     of_rank = {"query heads": arch.num_heads, "kv heads": arch.num_kv_heads, "rows of its vocabulary": arch.vocab_rows}
+    if arch.grouped is not None:
+        of_rank["groups of heads (o_groups)"] = arch.grouped.out_groups
     for heads in arch.all_heads:
         if heads.queries is not None:
             layer = next(i for i, spec in enumerate(arch.layers) if spec.heads == heads)

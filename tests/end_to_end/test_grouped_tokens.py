@@ -141,7 +141,6 @@ def test_other_forms_are_refused(changes: dict[str, Any], said: str, tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"tp": 2}, "--tp 2 does not go with DeepseekV4ForCausalLM yet: its attention"),
         ({"pp_size": 2}, "--pp-size does not go with .*residual streams"),
         ({"speculation": SpeculationConfig("NGRAM", 3)}, "NGRAM does not go with .*sums of groups"),
         ({"lora": LoraConfig(enable_lora=True, max_lora_rank=8)}, "--enable-lora does not go with"),

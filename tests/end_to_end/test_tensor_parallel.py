@@ -43,7 +43,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 NUM_LAYERS = count(2, 3)
-OTHER_NUM_LAYERS = dict.fromkeys(("gemma3n", "gemma4", "gemma4_small", "gemma4_moe"), 5) | {"mimo_v2_flash": 4}
+OTHER_NUM_LAYERS = {
+    **dict.fromkeys(("gemma3n", "gemma4", "gemma4_small", "gemma4_moe"), 5),
+    "deepseek_v4": 2,
+    "mimo_v2_flash": 4,
+}
 # Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies; 201 tokens are padded on devices.
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},
@@ -65,6 +69,15 @@ KINDS: dict[str, dict[str, Any]] = {
 IN_RANKS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"n_routed_experts": 16, "vocab_size": 201},
     "gpt_oss": {"num_local_experts": 8},
+}
+# Likewise without drafts, which it refuses.
+GROUPED: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "moe_intermediate_size": 28,
+    },
 }
 
 
@@ -105,7 +118,8 @@ class Case:
         if self.ranks == 1:
             return shared
         count = self.num_layers * (2 if self.kind == "gemma4_moe" else 1)
-        return {**shared, "all-gather": shared.get("all-gather", 0) + count + 1, "reduce-scatter": count}
+        gathers = shared.get("all-gather", 0) + count + 1 + (self.kind in GROUPED)  # whose experts follow from ids
+        return {**shared, "all-gather": gathers, "reduce-scatter": count}
 
     @property
     def choice(self) -> dict[str, int]:
@@ -136,6 +150,8 @@ NIGHTLY_CASES = [
     *(Case("deepseek_v3", 8, masked=True, ranks=ranks) for ranks in (2, 4, 8)),
     *(Case(kind, 8, masked=True, ranks=ranks) for kind, ranks in (("gemma4_small", 4), ("gemma4_moe", 2))),
     Case("qwen3", 8, flags=INT8, ranks=4, updated=True),
+    Case("deepseek_v4", 2, updated=True),
+    Case("deepseek_v4", 4, ranks=2),
 ]
 
 
@@ -148,7 +164,7 @@ def answers_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-OF_KINDS = [[case for case in NIGHTLY_CASES if case.kind == kind] for kind in (*KINDS, *IN_RANKS)]
+OF_KINDS = [[case for case in NIGHTLY_CASES if case.kind == kind] for kind in (*KINDS, *IN_RANKS, *GROUPED)]
 
 
 @pytest.mark.timeout(1800 if NIGHTLY else 900)
@@ -180,7 +196,7 @@ def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], t
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    return {"num_hidden_layers": OTHER_NUM_LAYERS.get(kind, NUM_LAYERS), **(KINDS | IN_RANKS)[kind]}
+    return {"num_hidden_layers": OTHER_NUM_LAYERS.get(kind, NUM_LAYERS), **(KINDS | IN_RANKS | GROUPED)[kind]}
 
 
 def flags_of(case: Case) -> dict[str, Any]:

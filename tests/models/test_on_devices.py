@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
         for kind in ("qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid")
     },
     "falcon_h1": {"mamba_n_groups": 4},
+    "deepseek_v4": {"o_groups": 4, "n_routed_experts": 8, "moe_intermediate_size": 28},
     "phimoe": {"num_local_experts": 8},
 }
 # Those left out are served by devices in tests/end_to_end/test_tensor_parallel.py.
@@ -41,7 +42,7 @@ KINDS = (
     "gemma", "gemma2", "qwen2", "seed_oss", "granite", "hunyuan", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2",
     "deepseek_v2", "glm4_moe_lite", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "gemma4", "gemma4_small", "gemma4_moe",
     "llama4", "hunyuan_moe", "glm_moe_dsa", "apertus", "cohere2_moe", "nemotron",
-    "olmo", "nanochat", "falcon", "phimoe", "axk1", "olmo_hybrid", "falcon_h1", "longcat_flash",
+    "olmo", "nanochat", "falcon", "phimoe", "axk1", "olmo_hybrid", "falcon_h1", "longcat_flash", "deepseek_v4",
 )  # fmt: skip
 
 

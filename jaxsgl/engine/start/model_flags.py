@@ -84,7 +84,6 @@ def _check_groups(config: EngineConfig, arch: ModelArch) -> None:
         return
     speculation = config.speculation
     refused = (
-        (config.tp > 1, f"--tp {config.tp}", "its attention is not shared out among devices"),
         (config.has_stages, "--pp-size", "several residual streams are not passed on between stages"),
         (config.host_kv.is_on, "--host-kv-gib, --enable-hierarchical-cache or --kv-file", "its layers' pages differ"),
         (config.disaggregation.is_on, "--disaggregation-mode", "its layers' pages differ"),
