@@ -1,8 +1,8 @@
 """Attention to a window of tokens and to entries of groups of tokens (`grouped_tokens`) in XLA, on every device.
 
 Stores what is new, makes the entries of the groups that the step's tokens end, then attends, a few queries of one
-sequence at a time. Each of these reads the entries of all groups of its sequence: time follows the longest sequence
-that the cache can hold. Called through `api.grouped`.
+sequence at a time. Each of these reads the entries of all groups of its sequence, or with an index all its keys: time
+follows the longest sequence that the cache can hold. Called through `api.grouped`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pallas_kernels.xla.common import UNSEEN, from_bits, gather_tiles, take
 from pallas_kernels.xla.store import store_pages
 
 _QUERIES = 16  # that attend at once
+_MOST_ENTRIES = 2**16  # of groups that are read at once
 
 
 class _Tokens(NamedTuple):
@@ -166,30 +167,31 @@ def _attend(
     window = options.longest_view(cache.page_table.shape[1] * page_size)
     tile = min(_QUERIES, -(-num_tokens // num_seqs))
     tiles = tiles_of(query_offsets, cache.lengths, num_tokens, tile)
-    batch = max(1, min(_QUERIES // tile, num_seqs))
+    batch = max(1, min(_QUERIES // tile, num_seqs, _MOST_ENTRIES // _num_groups(cache)))
     dtype = jnp.dtype(jnp.float32) if target_device().platform == "cpu" else qkv.queries.dtype
-    precision, scale = dot_precision(qkv.queries), options.scale(head_dim)
+    scale = options.scale(head_dim)
+    product = functools.partial(
+        jnp.einsum, precision=dot_precision(qkv.queries), preferred_element_type=jnp.dtype(jnp.float32)
+    )
 
     def attend(i: jax.Array, out: jax.Array) -> jax.Array:
         mine = jnp.minimum(i * batch + jnp.arange(batch), len(tiles.seqs) - 1)
         seqs, tokens, positions = (take(each, mine) for each in tiles[:3])
         inside = jnp.minimum(tokens, num_tokens - 1)
-        keys, is_seen = _window(cache, seqs, positions, window, head_dim)
+        sides = [_window(cache, seqs, positions, window, head_dim)]
         if qkv.groups is not None:
-            of_groups, sees_group = _groups(qkv.groups, cache, seqs, inside, positions)
-            keys = jnp.concatenate([keys, of_groups[..., :head_dim]], axis=1)
-            is_seen = jnp.concatenate([is_seen, sees_group], axis=2)
-        # What no query sees may be NaN, which a weight of zero would not silence.
-        keys = jnp.where(jnp.any(is_seen, axis=1)[..., None], keys, 0).astype(dtype)
+            sides.append(_groups(qkv.groups, cache, seqs, inside, positions, head_dim))
         rows = (take(qkv.queries, inside).astype(jnp.float32) * scale).astype(dtype)
-        scores = jnp.einsum("bqnh,bkh->bqnk", rows, keys, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(is_seen[:, :, None], scores, UNSEEN)
+        keys = [side.readable().astype(dtype) for side in sides]
+        axes = ["bkh" if each.ndim == 3 else "bqkh" for each in keys]
+        found = [product(f"bqnh,{of_keys}->bqnk", rows, each) for of_keys, each in zip(axes, keys, strict=True)]
+        is_seen = jnp.concatenate([side.is_seen for side in sides], axis=-1)[:, :, None]
+        scores = jnp.where(is_seen, jnp.concatenate(found, axis=-1), UNSEEN)
         top = jnp.max(scores, axis=-1)
-        weights = jnp.where(is_seen[:, :, None], jnp.exp(scores - top[..., None]), 0)
+        weights = jnp.where(is_seen, jnp.exp(scores - top[..., None]), 0)
         total = jnp.maximum(with_sinks(jnp.sum(weights, axis=-1), top, sinks), 1e-30)
-        read = jnp.einsum(
-            "bqnk,bkh->bqnh", weights.astype(dtype), keys, precision=precision, preferred_element_type=jnp.float32
-        )
+        cuts = jnp.split(weights.astype(dtype), [found[0].shape[-1]], axis=-1)[: len(keys)]
+        read = sum(product(f"bqnk,{each}->bqnh", *both) for each, *both in zip(axes, cuts, keys, strict=True))
         return out.at[tokens].set((read / total[..., None]).astype(out.dtype), mode="drop")
 
     nothing = jnp.zeros((num_tokens, num_heads, head_dim), qkv.queries.dtype)
@@ -198,13 +200,30 @@ def _attend(
     return lax.fori_loop(0, (tiles.number + batch - 1) // batch, attend, nothing)
 
 
-def _window(
-    cache: GroupedCache, seqs: jax.Array, positions: jax.Array, window: int, head_dim: int
-) -> tuple[jax.Array, jax.Array]:
-    """Entries `[b, n, H]` of the tokens that tiles of queries may see, and which each query sees, `[b, q, n]`.
+class _Side(NamedTuple):
+    """Some of what b tiles of q queries may see.
 
-    `positions [b, q]` of a tile follow one another.
+    Attributes:
+      keys: `[b, n, H]`, the same for the queries of a tile; or `[b, q, n, H]`, those of each query.
+      is_seen: `[b, q, n]` which of these a query sees.
     """
+
+    keys: jax.Array
+    is_seen: jax.Array
+
+    def readable(self) -> jax.Array:
+        """The keys without those that no query sees: they may be NaN, which a weight of zero would not silence."""
+        is_read = self.is_seen if self.keys.ndim == 4 else jnp.any(self.is_seen, axis=1)
+        return jnp.where(is_read[..., None], self.keys, 0)
+
+
+def _num_groups(cache: GroupedCache) -> int:
+    """The most that a sequence has; 1 without groups."""
+    return 1 if cache.groups is None else cache.page_table.shape[1] * cache.groups.shape[2]
+
+
+def _window(cache: GroupedCache, seqs: jax.Array, positions: jax.Array, window: int, head_dim: int) -> _Side:
+    """Entries of the tokens that tiles of queries may see. `positions [b, q]` of a tile follow one another."""
     page_size, max_len = cache.tokens.shape[2], cache.page_table.shape[1] * cache.tokens.shape[2]
     num_keys = window + positions.shape[1] - 1
     at = positions[:, :1] - window + 1 + jnp.arange(num_keys)
@@ -212,15 +231,13 @@ def _window(
     pages = take(cache.page_table, (seqs[:, None], inside // page_size))
     keys = from_bits(read_rows(cache.tokens, pages, inside % page_size, head_dim), cache.tokens.dtype)
     here, key_at = positions[..., None], at[:, None]
-    return keys, (key_at >= 0) & (key_at <= here) & (key_at > here - window)
+    return _Side(keys, (key_at >= 0) & (key_at <= here) & (key_at > here - window))
 
 
 def _groups(
-    parts: GroupParts, cache: GroupedCache, seqs: jax.Array, tokens: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Entries `[b, n, W]` of all groups of sequences, and which of them each query sees, `[b, q, n]`.
-
-    These are groups that have ended, the query's own included; with an index the best ones of them, of equal ones the
+    parts: GroupParts, cache: GroupedCache, seqs: jax.Array, tokens: jax.Array, positions: jax.Array, head_dim: int
+) -> _Side:
+    """Entries of groups that have ended, the query's own included; with an index the best ones, of equal ones the
     earlier.
     """
     assert cache.groups is not None
@@ -228,13 +245,13 @@ def _groups(
     number = jnp.arange(entries.shape[1])
     is_seen = number < ((positions + 1) // parts.size)[..., None]
     if parts.index_queries is None or parts.index_weights is None or parts.num_chosen >= len(number):
-        return entries, is_seen
+        return _Side(entries[..., :head_dim], is_seen)
     queries, weights = take(parts.index_queries, tokens), take(parts.index_weights, tokens)
-    keys = entries[..., -queries.shape[-1] :].astype(queries.dtype)
+    keys = entries[..., head_dim:].astype(queries.dtype)
     of_heads = jnp.einsum(
         "bqhi,bni->bqhn", queries, keys, precision=dot_precision(queries), preferred_element_type=jnp.float32
     )
     scores = jnp.where(is_seen, jnp.sum(jax.nn.relu(of_heads) * weights[..., None], axis=2), -jnp.inf)
     best, at = lax.top_k(scores, parts.num_chosen)
-    tile, query = jnp.indices(at.shape)[:2]
-    return entries, jnp.zeros_like(is_seen).at[tile, query, at].set(best > -jnp.inf)
+    tile = jnp.arange(len(seqs))[:, None, None]
+    return _Side(take(entries, (tile, at))[..., :head_dim], best > -jnp.inf)

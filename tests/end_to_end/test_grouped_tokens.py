@@ -7,12 +7,16 @@ Two layers, one of each kind of groups. tests/end_to_end/test_families.py has ch
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config
 
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
@@ -25,10 +29,12 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, resolve_precision
 from jaxsgl.models.layer_spec import GroupedAttention, MoeMlp
 from jaxsgl.requests.request import Request, SamplingParams
+from jaxsgl.weights import load_params
 from tests.checkpoint_kinds import OF_FAMILIES
-from tests.checkpoints import configuration, make_checkpoint
+from tests.checkpoints import configuration, load_reference, make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.test_families import logits_of
+from tests.plain_model import mesh_of
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(600)]
 
@@ -85,6 +91,26 @@ def test_tokens_equal_those_of_transformers_in_steps_of_all_kinds(tmp_path: Path
         assert outputs(serve(engine, [requests], **changes), requests) == answers, changes
     assert engine.recompiles == 0
     engine.close()
+
+
+def test_tensors_have_the_names_of_published_folders_or_those_in_memory(tmp_path: Path) -> None:
+    """transformers saves names between the two: those of published folders after "model."."""
+    saved = make_checkpoint(KIND, tmp_path / "saved", seed=3)
+    arch = ModelArch.from_folder(saved)
+    expected = load_params(saved, arch, jnp.dtype("float32"), mesh_of())
+    tensors = load_file(saved / "model.safetensors")
+    published = {
+        name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_"): tensor
+        for name, tensor in tensors.items()
+    }
+    assert {"embed.weight", "head.weight", "norm.weight", "hc_head_fn"} < published.keys()
+    for name, renamed in (("published", published), ("in memory", load_reference(saved).state_dict())):
+        (tmp_path / name).mkdir()
+        shutil.copy(saved / "config.json", tmp_path / name)
+        contiguous = {key: tensor.contiguous() for key, tensor in renamed.items()}
+        save_file({**contiguous, "mtp.0.norm.weight": torch.zeros(3)}, tmp_path / name / "model.safetensors")
+        found = load_params(tmp_path / name, arch, jnp.dtype("float32"), mesh_of())
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def read(folder: Path, values: dict[str, Any]) -> ModelArch:

@@ -183,6 +183,7 @@ def _num_joined(arch: ModelArch, mixture: MoeMlp, fmt: WeightFormat | None) -> i
     """Shared experts that products with the others may read, too; see `MoE`."""
     num_shared, rest = divmod(mixture.shared_ffn_size, mixture.num_units)
     is_refused = rest or fmt is not None or arch.by_experts or mixture.latent_size or mixture.scales_inputs
+    is_refused = is_refused or mixture.clamp is not None
     return 0 if is_refused or num_shared > MOST_SHARED else num_shared
 
 
@@ -220,6 +221,10 @@ def _matrix_shapes(arch: ModelArch, num_devices: int, num_ranks: int) -> tuple[M
 def _mixer_matrices(arch: ModelArch) -> list[tuple[int, int, str]]:
     """Outputs and inputs of each matrix around attention and states, and which of them devices share: "" for none."""
     hidden, n, latent, net = arch.hidden_size, arch.num_heads, arch.latent, arch.recurrent_net
+    if (grouped := arch.grouped) is not None:
+        outputs, rank = grouped.out_groups * grouped.out_rank, grouped.q_rank
+        of_queries = (rank, hidden, ""), (n * arch.head_dim, rank, "outputs")
+        return [*of_queries, (arch.head_dim, hidden, ""), (hidden, outputs, "inputs")]
     others = []
     if net is not None:
         values = net.value_heads * net.value_size
