@@ -265,7 +265,7 @@ class _OfLayer:
             "router": (names.router, ("EI" if self.mlp.num_identities else "E", "D")),
             "router_bias": (names.router.replace(".weight", ".bias"), ("E",)),
             "choice_bias": names.choice_bias,
-            "experts_of_tokens": (names.router.removesuffix("weight") + "tid2eid", ("V", "EK")),
+            "experts_of_tokens": (names.router.removesuffix("weight") + "tid2eid", ("V", "AT")),
             "expert_factor": (names.factor, ("E",)),
             "shared_gate": ("shared_expert_gate.weight", ("1", "D")),
             "down_bias": (names.stacked_down + "_bias", ("E", "D")),

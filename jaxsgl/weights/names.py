@@ -258,7 +258,7 @@ def _of_connections(ours: str, start: str) -> dict[Path, Recipe]:
     return {
         (ours, "shares"): Recipe((Source(start + "fn", (rows, "AND")),), pieces.as_is),
         (ours, "bias"): Recipe((Source(start + "base", (rows,)),), pieces.as_is),
-        (ours, "scale"): Recipe((Source(start + "scale", ("3" if "{}" in start else "1",)),), pieces.as_is),
+        (ours, "scale"): Recipe((Source(start + "scale", ("A3" if "{}" in start else "1",)),), pieces.as_is),
     }
 
 

@@ -109,10 +109,9 @@ class Recipe:
 
 def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EI, EF and SF are experts, these and identities, F of an expert, and
-    F of the shared ones; EK experts of a token, EL numbers of a latent that experts read; C are the classes of a
-    classification head, T rows of learned positions; TT of types of tokens; S streams, SS shares of each in each, and R
-    numbers of what stands next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after
-    pooling.
+    F of the shared ones; EL numbers of a latent that experts read; C are the classes of a classification head, T rows
+    of learned positions; TT of types of tokens; S streams, SS shares of each in each, and R numbers of what stands
+    next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after pooling.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
@@ -123,7 +122,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     with B and C; twice all values. Those with P are of embeddings of layers: numbers of one, rows, and numbers of all
     layers. Those with A are of windows and groups of tokens: what queries are made of; what a group of heads has, what
     all of these make; tokens of a group, what makes its entry, its key of an index; that key, heads of the index, all
-    their queries; of connections (`models/connections.py`) the streams, all of their numbers, and shares of them.
+    their queries; of connections (`models/connections.py`) the streams, all of their numbers, shares of them, 3;
+    experts of a token.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
@@ -211,7 +211,6 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "EI": mixture.num_choices if mixture and mixture.num_identities else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
-        "EK": mixture.router.top_k if mixture else 0,
         "EL": mixture.latent_size if mixture else 0,
         "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
@@ -225,7 +224,6 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "SS": arch.num_streams**2 if arch.num_streams > 1 else 0,
         "R": arch.laurel_rank,
         "1": 1,
-        "3": 3,
     }
 
 
@@ -240,6 +238,8 @@ def _of_grouped(arch: ModelArch, layer: int) -> dict[str, int]:
         "AN": connections.number,
         "AND": connections.number * arch.hidden_size,
         "AS": connections.number * (2 + connections.number),
+        "A3": 3,
+        "AT": arch.mixture.router.top_k if arch.mixture else 0,
     }
     groups = mixer.groups
     if groups is None:
