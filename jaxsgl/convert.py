@@ -19,7 +19,7 @@ import jax
 
 from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.weights import (
     as_stored,
     is_converted,
@@ -42,7 +42,7 @@ def convert(model: str, output: Path, dtype: str, revision: str | None = None) -
     folder = resolve_model_folder(model, revision)
     if is_converted(folder):
         raise ConfigError(f"{folder} is converted already: --model takes it as it is")
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     make_output(output)  # before minutes of reading
     mesh = make_mesh(jax.devices()[: num_shards(arch)])
     params = load_params(folder, arch, jax.numpy.dtype(arch.dtype if dtype == "auto" else dtype), mesh)

@@ -45,7 +45,7 @@ from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.errors import JaxsglError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.compilation_cache_dir = str(Path(folder) / "xla")
         try:
             config = from_flags(BenchConfig, options)
-            arch = ModelArch.from_folder(Path(config.engine.model))
+            arch = arch_from_folder(Path(config.engine.model))
             report = counted(config, arch) if config.padding_only else measured(config)
         except (JaxsglError, ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)

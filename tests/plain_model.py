@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxsgl.models import Attend, ModelArch, Qkv, StepContext, abstract_model
+from jaxsgl.models import Attend, ModelArch, Qkv, StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.layers import Queries
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
@@ -240,5 +240,5 @@ def plain_logits(arch: ModelArch, params: nnx.State, token_ids: list[int], dtype
 
 
 def checkpoint_logits(folder: Path, token_ids: list[int], dtype: str = "float32", num_devices: int = 1) -> np.ndarray:
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     return plain_logits(arch, load_params(folder, arch, jnp.dtype(dtype), mesh_of(num_devices)), token_ids, dtype)

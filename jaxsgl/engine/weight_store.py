@@ -31,7 +31,7 @@ from jaxsgl.engine.start.warmup import CompileCounter
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError
 from jaxsgl.messages.orders import MemoryTag
-from jaxsgl.models import ModelArch, Params
+from jaxsgl.models import ModelArch, Params, arch_from_folder
 from jaxsgl.models.arch import serve_as
 from jaxsgl.models.quantization import weight_format
 from jaxsgl.weights import (
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 def arch_of_folder(config: EngineConfig, folder: Path) -> ModelArch:
     """The model of `folder` by its configuration, and by its tensors if they are loaded. Raises `StartupError`."""
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     return arch if config.load_format == "dummy" else as_stored(arch, folder)
 
 

@@ -1,15 +1,17 @@
 """Decoder models in Flax NNX: token-flat, without any notion of pages, batches or buckets. The engine calls them.
 
-The engine uses three things: `ModelArch.from_folder` (the model's shape), `resolve_precision` (number formats), and
+The engine uses three things: `arch_from_folder` (the model's shape), `resolve_precision` (number formats), and
 `abstract_model`, whose graphdef it merges with the parameters inside its jitted step.
 """
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.dense import Decoder, ImageTokens, Params, StepContext, abstract_model
+from jaxsgl.models.arch_file import arch_from_folder, arch_from_values
+from jaxsgl.models.decoder import Decoder, Params, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
 from jaxsgl.models.layers import Attend, Qkv
 from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.rope import RopeParams
+from jaxsgl.models.step_context import ImageTokens, StepContext
 
 __all__ = [
     "Attend",
@@ -25,6 +27,8 @@ __all__ = [
     "RopeParams",
     "StepContext",
     "abstract_model",
+    "arch_from_folder",
+    "arch_from_values",
     "cpu_multiplies_bfloat16",
     "kv_cache_flag",
     "resolve_precision",

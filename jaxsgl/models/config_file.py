@@ -1,7 +1,7 @@
 """A JSON file of a model's folder, read so that nothing in it goes unnoticed.
 
 Owns which values were asked for, and which need not be: a key that changes results and that no reader asks for is an
-error with the key's name. Never knows what a key means: `arch` and `layer_config` do, which read through it.
+error with the key's name. Never knows what a key means: `arch_file` and `layer_config` do, which read through it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Of n streams `X [n, D]` of a token, a block and its connection make
 where `before`, `after` and `comb [n, n]` come from a product of all streams, normalized together. `comb` is brought
 near a matrix whose rows and columns add up to 1, so that streams neither grow nor vanish. All of it is computed in
 float32. Sources: hyper-connections (arXiv 2409.19606), manifold-constrained ones (arXiv 2512.24880), DeepSeek-V4's
-report, 2.2. Built by `dense`; never knows blocks. Streams of which layers read one alone are in streams.py.
+report, 2.2. Built by `decoder_layers`; never knows blocks. Streams of which layers read one alone are in streams.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an encoder is besides a decoder: each token sees its whole prompt, and no tokens are generated.
 
 BERT and its descendants are the same layers otherwise. Where they normalize sums of the residual stream, what a norm
-makes is the stream from there on: a norm is then one before the next block (`Encoder.restarts`), as in `dense`.
+makes is the stream from there on: a norm is then one before the next block (`Encoder.restarts`).
 """
 
 from __future__ import annotations

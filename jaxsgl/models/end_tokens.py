@@ -1,8 +1,8 @@
 """The tokens that end a generation, as a model's folder tells them.
 
 generation_config.json or config.json name ids. tokenizer_config.json names the token that ends a turn of the chat
-template, which fine-tunes without a generation_config.json tell nowhere else; vLLM and SGLang stop at it, too. `arch`
-reads them here, so that all who ask for the model's EOS ids get the same ones.
+template, which fine-tunes without a generation_config.json tell nowhere else; vLLM and SGLang stop at it, too.
+`arch_file` reads them here, so that all who ask for the model's EOS ids get the same ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Family`: what the name of an architecture may imply beyond its config.json.
 
 Owns the differences between families that there are, a field for each. Never knows which family has which
-(`families`), nor how a difference is computed. Read by `arch` and `layer_config`.
+(`families`), nor how a difference is computed. Read by `arch_file` and `layer_config`.
 """
 
 from __future__ import annotations

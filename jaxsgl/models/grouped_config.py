@@ -1,6 +1,6 @@
 """Reads from config.json layers that attend to windows and to groups of tokens, and their residual streams.
 
-Owns DeepSeek V4's words for these, those of published folders included. Called by `layer_config` and `arch`.
+Owns DeepSeek V4's words for these, those of published folders included. Called by `layer_config` and `arch_file`.
 """
 
 from __future__ import annotations

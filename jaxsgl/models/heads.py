@@ -17,12 +17,15 @@ from flax import nnx
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.dense import Decoder, DecoderLayers, Params, StepContext
+from jaxsgl.models.arch_file import arch_from_values
+from jaxsgl.models.decoder import Decoder, Params
+from jaxsgl.models.decoder_layers import DecoderLayers
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.layers import MLP, Attend, last_product, norm_dtype, qkv_heads, vector
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
+from jaxsgl.models.step_context import StepContext
 from pallas_kernels import FusedQkv, KernelChoice
 from pallas_kernels.norm import rms_norm, sum_parts
 
@@ -76,7 +79,7 @@ class EagleArch:
                 raise CheckpointError(f"{path}: {key} is {values[key]}, but heads with norms before fc can't be used")
         kept = {key: value for key, value in of_layer.items() if key not in _OTHER_KEYS}
         kept |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
-        layer = ModelArch.from_values(path, kept)
+        layer = arch_from_values(path, kept)
         size = values.get("target_hidden_size") or layer.hidden_size
         _check_fits(path, layer, size, target)
         return cls(

@@ -1,6 +1,6 @@
 """Reads the layers of a decoder from config.json: window, rope, mixer and MLP of each, dense or a mixture.
 
-Called by `arch`. Knows the keys of transformers 5 and of older folders; `families` says which of them a family has.
+Called by `arch_file`. Knows the keys of transformers 5 and of older folders; `families` says which a family has.
 """
 
 from __future__ import annotations

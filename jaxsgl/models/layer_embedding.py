@@ -3,8 +3,8 @@
     parts = norm(projection(embedding) / sqrt(D)) and table[token] * sqrt(P), added up over sqrt(2)   [T, L, P]
     layer l: x + norm(out(activation(gate(x)) * parts[:, l]))
 
-Owns both halves. Never knows checkpoints. `dense` builds them, makes the parts once per step, and hands each layer its
-own.
+Owns both halves. Never knows checkpoints. `decoder` builds them, makes the parts once per step, and hands each layer
+its own.
 
 Source: Gemma 4, whose form is that of Gemma 3n.
 """

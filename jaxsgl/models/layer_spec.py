@@ -1,7 +1,7 @@
 """What one layer of a decoder is made of: its mixer, window, rope table and MLP, as values that can be compared.
 
 Owns the description of a layer. Never knows config.json or parameters: `layer_config` reads it, `ModelArch` holds one
-for each layer, `dense` builds the layers, and the engine's step asks for their windows.
+for each layer, `decoder_layers` builds them, and the engine's step asks for their windows.
 """
 
 from __future__ import annotations

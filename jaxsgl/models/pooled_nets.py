@@ -1,6 +1,6 @@
 """What reads a pooled state: the classification head of an encoder, and matrices that sentence-transformers adds.
 
-A decoder's classification head is one matrix without a bias, which `dense` declares itself.
+A decoder's classification head is one matrix without a bias, which `decoder` declares itself.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     config.json                         labels of a classification head; whether embeddings may be cut
 
 A folder without these files is pooled at its last token and normalized, as vLLM and SGLang do. Owns these files' keys;
-never knows requests. `arch` calls it.
+never knows requests. `arch_file` calls it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Reads the words of compressed-tensors (llm-compressor), ModelOpt and Quark, in config.json or ModelOpt's
 hf_quant_config.json. Knows no tensors: `weights/kv_scales.py` reads the scales of the cache, `weights/quantized.py`
-makes numbers and scales of weights. Called by `arch`.
+makes numbers and scales of weights. Called by `arch_file`.
 """
 
 from __future__ import annotations

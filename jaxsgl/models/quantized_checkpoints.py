@@ -1,7 +1,7 @@
 """Which of a checkpoint's matrices are quantized, and how each is, by `quantization_config` of its config.json.
 
 `quantized_formats` reads the words for a format; this file reads to which modules they apply, and which modules make
-our matrices. Called by `arch`.
+our matrices. Called by `arch_file`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Checkpoints that turn a part of a head, or neighbouring dimensions together, com
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1; YaRN (arXiv 2309.00071);
 LongRoPE (arXiv 2402.13753); "proportional" is Gemma 4's; three positions are Qwen2-VL's (arXiv 2409.12191), whose pairs
 take turns in Qwen3-VL (arXiv 2511.21631). `read_rope` reads the parameters from an object of config.json such as
-`rope_parameters`, in transformers' words; `dense` computes the tables once per step,
+`rope_parameters`, in transformers' words; `decoder_layers` computes the tables once per step,
 `pallas_kernels.rotate_and_store` applies them in every layer.
 """
 

@@ -5,8 +5,9 @@
              predicted  p = h + C(h_0) h    before a layer, C [S, S] of each token
              corrected  h = p + c(x) (x - p_0)    after it, x being what the layer made of p_0, c [S] of each token
 
-Owns both forms, and what stands next to attention where a model has several (LAuReL, arXiv 2411.07501). `dense` builds
-one of them, opens the streams before the first layer, and calls it after each. Never knows checkpoints.
+Owns both forms, and what stands next to attention where a model has several (LAuReL, arXiv 2411.07501).
+`decoder_layers` builds one of them, opens the streams before the first layer, and calls it after each. Never knows
+checkpoints.
 """
 
 from __future__ import annotations

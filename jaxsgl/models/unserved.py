@@ -1,6 +1,6 @@
 """What keeps a model from being served, in words: the mechanisms that its config.json tells of, and the nearest family.
 
-Owns the signs of mechanisms that no layer here has. Never decides: `arch` asks after it found no family.
+Owns the signs of mechanisms that no layer here has. Never decides: `arch_file` asks after it found no family.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxsgl.models import ModelArch
-from jaxsgl.models.arch import DTYPES
+from jaxsgl.models.arch_file import DTYPES
 from jaxsgl.models.layer_spec import RECURRENT_NETS, LayerSpec, MoeMlp, RecurrentNet
 from jaxsgl.models.matrix import part_name
 from jaxsgl.weights import stored_matrix

@@ -109,11 +109,11 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
     if kind != "plain":
         import jax
 
-        from jaxsgl.models import ModelArch
+        from jaxsgl.models import arch_from_folder
         from jaxsgl.weights import load_params
         from jaxsgl.weights.sharding import make_mesh
 
-        arch, mesh = ModelArch.from_folder(folder), make_mesh()
+        arch, mesh = arch_from_folder(folder), make_mesh()
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the most resident from here on
     start_s, start_cpu_s = time.monotonic(), time.process_time()

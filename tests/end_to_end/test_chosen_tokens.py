@@ -20,7 +20,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.model_flags import check_stages
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.layer_spec import Latent
 from jaxsgl.requests.request import Request, SamplingParams
 from tests.checkpoint_kinds import OF_FAMILIES, values_of
@@ -71,7 +71,7 @@ def config_of(kind: str, folder: Path, **changes: Any) -> ModelArch:
     config_class, model_class, values = values_of(kind)
     config = {**config_class(**values).to_dict(), "architectures": [model_class.__name__], **changes}
     (folder / "config.json").write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
-    return ModelArch.from_folder(folder)
+    return arch_from_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_indices_of_other_forms_are_refused(kind: str, changes: dict[str, Any], 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(CheckpointError, match=said):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
 
 
 def test_flags_that_an_index_does_not_go_with_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("glm_moe_dsa", tmp_path, **SHARED)
     with pytest.raises(ConfigError, match=r"--pp-size does not work for now.*the index of an earlier layer"):
-        check_stages(EngineConfig(pp_size=2), ModelArch.from_folder(folder))
+        check_stages(EngineConfig(pp_size=2), arch_from_folder(folder))
     config = EngineConfig(model=str(folder), context_length=64, speculation=SpeculationConfig("NEXTN", 3))
     with pytest.raises(ConfigError, match=r"NEXTN drafts with .* has none that is read here: give NGRAM"):
         Engine(config, progress=False)

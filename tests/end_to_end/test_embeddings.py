@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 import jaxsgl
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.offline.llm import LLM
 from jaxsgl.text.ranking import INSTRUCTION, ranking_of
 from jaxsgl.wiring import whole
@@ -274,7 +274,7 @@ def test_a_cross_encoder_names_what_its_scores_go_through(decoder: Path, tmp_pat
 
     def activation(**told: Any) -> str:
         path.write_text(json.dumps({**config, **told}))
-        return ModelArch.from_folder(tmp_path).folder_pooling.activation
+        return arch_from_folder(tmp_path).folder_pooling.activation
 
     newer = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}
     assert activation() == "sigmoid" and activation(sentence_transformers=newer) == "none"
@@ -291,21 +291,21 @@ def test_a_cross_encoder_names_what_its_scores_go_through(decoder: Path, tmp_pat
 
 def test_a_folder_says_whether_the_prompt_of_a_pair_begins_an_answer(last_token: Path, tmp_path: Path) -> None:
     shutil.copytree(last_token, tmp_path, dirs_exist_ok=True)
-    assert not ModelArch.from_folder(tmp_path).folder_pooling.begins_answer
+    assert not arch_from_folder(tmp_path).folder_pooling.begins_answer
     template = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps(template))
-    assert ModelArch.from_folder(tmp_path).folder_pooling.begins_answer
+    assert arch_from_folder(tmp_path).folder_pooling.begins_answer
 
 
 def test_a_folder_says_to_what_length_its_embeddings_are_cut(
     last_token: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert ModelArch.from_folder(last_token).folder_pooling.default_dimensions is None and not caplog.text
+    assert arch_from_folder(last_token).folder_pooling.default_dimensions is None and not caplog.text
     shutil.copytree(last_token, tmp_path, dirs_exist_ok=True)
     settings = {"truncate_dim": 16, "prompts": {"query": "Find: "}, "default_prompt_name": "query"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
     expected = SentenceTransformer(str(tmp_path), device="cpu").encode([TEXTS[0]], prompt_name="query")
-    spec = ModelArch.from_folder(tmp_path).folder_pooling
+    spec = arch_from_folder(tmp_path).folder_pooling
     assert spec.matryoshka and spec.default_dimensions == expected.shape[1] == 16
     assert "puts the prompt 'Find: ' before each text by default, which is not done here" in caplog.text
 
@@ -324,4 +324,4 @@ def test_pooling_that_a_decoder_cannot_do_is_refused_by_name(
 ) -> None:
     folder = sentence_folder(decoder, tmp_path, pooling, modules)
     with pytest.raises(CheckpointError, match=words):
-        ModelArch.from_folder(folder)
+        arch_from_folder(folder)

@@ -18,7 +18,7 @@ from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine import weight_store
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from tests.checkpoint_kinds import FAMILY_KINDS, HYBRID_KINDS, OF_FAMILIES, ORIGINAL_CONTEXT, WINDOW
@@ -125,7 +125,7 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
 
 
 def test_the_servers_context_limit_reaches_the_ropes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_the_servers_context_limit_reaches_the_ropes(tmp_path: Path, monkeypatch
 def test_longropes_factors_follow_from_the_servers_context_limit(tmp_path: Path) -> None:
     """Up to the original context the short ones, for every prompt; beyond it the long ones, for short prompts too."""
     folder = make_checkpoint("phi3", tmp_path, seed=3)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     params = load_params(folder, arch, np.dtype("float32"), mesh_of())
     prompt = prompts()[-1][:ORIGINAL_CONTEXT]
     short = reference_logits(folder, prompt).numpy()

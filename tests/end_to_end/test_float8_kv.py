@@ -16,7 +16,7 @@ import torch
 from flax import nnx
 
 from jaxsgl.engine.engine import Engine
-from jaxsgl.models import ModelArch, Qkv, StepContext, abstract_model
+from jaxsgl.models import Qkv, StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.layers import Queries
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
@@ -58,7 +58,7 @@ def engine(folder: Path) -> Engine:
 
 def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds: bool) -> list[int]:
     """Greedy tokens of the model without pages; `rounds`: all keys and values as float8 holds them."""
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     model = nnx.merge(graphdef, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
 

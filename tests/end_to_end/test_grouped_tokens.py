@@ -26,7 +26,7 @@ from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.engine.start.sizing import choose_pages
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch, resolve_precision
+from jaxsgl.models import ModelArch, arch_from_folder, resolve_precision
 from jaxsgl.models.layer_spec import GroupedAttention, MoeMlp
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
@@ -96,7 +96,7 @@ def test_tokens_equal_those_of_transformers_in_steps_of_all_kinds(tmp_path: Path
 def test_tensors_have_the_names_of_published_folders_or_those_in_memory(tmp_path: Path) -> None:
     """transformers saves names between the two: those of published folders after "model."."""
     saved = make_checkpoint(KIND, tmp_path / "saved", seed=3)
-    arch = ModelArch.from_folder(saved)
+    arch = arch_from_folder(saved)
     expected = load_params(saved, arch, jnp.dtype("float32"), mesh_of())
     tensors = load_file(saved / "model.safetensors")
     published = {
@@ -115,7 +115,7 @@ def test_tensors_have_the_names_of_published_folders_or_those_in_memory(tmp_path
 
 def read(folder: Path, values: dict[str, Any]) -> ModelArch:
     (folder / "config.json").write_text(json.dumps(values))
-    return ModelArch.from_folder(folder)
+    return arch_from_folder(folder)
 
 
 def test_words_of_published_folders_mean_what_they_mean_to_transformers(tmp_path: Path) -> None:

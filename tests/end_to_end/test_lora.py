@@ -17,7 +17,7 @@ import pytest
 from jaxsgl import SamplingParams
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.errors import CheckpointError, ConfigError, InvalidRequest
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.offline.llm import LLM
 from jaxsgl.weights.adapters import AdapterFolder
 from jaxsgl.wiring import whole
@@ -128,7 +128,7 @@ def test_programs_of_batches_without_adapters_are_those_of_an_engine_that_has_no
 
 def test_the_digest_tells_adapters_apart_and_not_their_folders(folders: dict[str, Path], tmp_path: Path) -> None:
     """Prefill and decode servers compare it."""
-    arch = ModelArch.from_folder(folders[""])
+    arch = arch_from_folder(folders[""])
     digests = {name: AdapterFolder(folder, arch).digest() for name, folder in folders.items() if name}
     assert len(set(digests.values())) == len(digests)
     for alpha, is_same in ((8, True), (9, False)):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import load_params
 from tests.checkpoints import make_checkpoint
@@ -45,7 +45,7 @@ def checkpoint(name: str, folder: Path, seed: int) -> Path:
 def logits(name: str, folder: Path, ids: list[int]) -> np.ndarray:
     """By the dequantized weights, one sequence at a time."""
     meant = folder / "meant" if name in FORMATS else folder
-    arch = replace(ModelArch.from_folder(meant), weight_format=FORMATS_AT_LOAD.get(name))
+    arch = replace(arch_from_folder(meant), weight_format=FORMATS_AT_LOAD.get(name))
     return plain_logits(arch, load_params(meant, arch, jnp.dtype("float32"), mesh_of()), ids)
 
 

@@ -22,7 +22,7 @@ from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.models import ModelArch, StepContext, abstract_model
+from jaxsgl.models import StepContext, abstract_model, arch_from_folder
 from jaxsgl.weights import random_params
 from tests.grids import NIGHTLY
 from tests.plain_model import causal_attend, mesh_of
@@ -80,7 +80,7 @@ class Plain:
     """The same random model without pages, buckets or batches: the oracle."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        self.arch = ModelArch.from_folder(folder)
+        self.arch = arch_from_folder(folder)
         self._seed = seed
 
     @cached_property

@@ -8,7 +8,7 @@ from bench.family_shapes import CHANGES, CLASSES, write_family_config
 from bench.targets.families import family, family_programs, programs_of
 from bench.targets.targets import TARGETS
 
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.families import TOLD_NAMES
 from jaxsgl.weights.sharding import make_mesh
 
@@ -16,7 +16,7 @@ from jaxsgl.weights.sharding import make_mesh
 @pytest.mark.parametrize("name", TOLD_NAMES)
 def test_each_architecture_has_sizes(name: str, tmp_path: Path) -> None:
     """A new one needs a line of `CLASSES` if transformers has no class for it, of `CHANGES` if defaults don't fit."""
-    assert ModelArch.from_folder(write_family_config(name, tmp_path)).layers
+    assert arch_from_folder(write_family_config(name, tmp_path)).layers
 
 
 def test_what_differs_from_the_defaults_is_of_architectures_that_are_served() -> None:

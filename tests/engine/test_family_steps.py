@@ -19,7 +19,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.start.sizing import choose_states
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step import make_forward
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import abstract_model, arch_from_folder
 from pallas_kernels import KernelChoice
 from tests.grids import daily
 from tests.pallas_kernels.lower_everything import CUSTOM_CALLS, TARGETS, on_a_device
@@ -57,7 +57,7 @@ BUCKETS = (Bucket("decode", 64, 64, False), Bucket("extend", 128, 8, False))
 )
 def test_steps_lower_for_gpus_and_tpus(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **COMMON, **changes}))
-    arch = ModelArch.from_folder(tmp_path)
+    arch = arch_from_folder(tmp_path)
     graphdef, params = abstract_model(arch, BFLOAT16)
     leaves, treedef = jax.tree.flatten(params)
     for platform, (kind, num_cores, _) in TARGETS.items():

@@ -26,7 +26,7 @@ from jaxsgl.config.features import HostKvConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError, StartupError
 from jaxsgl.frontend.legs import leg_sampling
-from jaxsgl.models import ModelArch, StepContext, abstract_model
+from jaxsgl.models import ModelArch, StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.heads import EagleArch
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
@@ -247,7 +247,7 @@ def test_drafts_are_the_same_on_several_devices_also_where_they_have_copies_of_k
 
 @pytest.fixture(scope="module")
 def target(tiny_config: ConfigMaker) -> ModelArch:
-    return ModelArch.from_folder(Path(tiny_config().model))
+    return arch_from_folder(Path(tiny_config().model))
 
 
 def test_the_streams_that_formats_name_are_inputs_or_outputs_of_layers(tmp_path: Path, target: ModelArch) -> None:

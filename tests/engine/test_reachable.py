@@ -19,7 +19,7 @@ from jaxsgl.config.features import SpeculationConfig
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_page_size, plan_capacity
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.speculation.drafter import Drafter, DrafterOf
@@ -30,7 +30,7 @@ CONTEXT, ROWS = 200, 11  # more rows than the fewest sequences of an extend prog
 
 def capacity_of(config: EngineConfig, folder: Path) -> Capacity:
     (folder / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": CONTEXT}))
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     states = layer_states(arch, choose_page_size(config, "cpu", arch.num_kv_heads, arch.head_dim), jnp.dtype("float32"))
     return plan_capacity(config, arch, states, Memory("cpu", 1 << 40, 1 << 40))
 

@@ -25,7 +25,7 @@ from jaxsgl.engine.start.sizing import (
 )
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.models.vision.arch import VisionArch
 from pallas_kernels.tpu.common import refuse_pages
@@ -33,7 +33,7 @@ from tests.plain_model import mesh_of
 
 GIB = 2**30
 BFLOAT16 = jnp.dtype("bfloat16")
-BUNDLED = ModelArch.from_folder(Path(jaxsgl.__file__).parent / "bundled_model")
+BUNDLED = arch_from_folder(Path(jaxsgl.__file__).parent / "bundled_model")
 PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
 
 

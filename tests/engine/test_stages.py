@@ -24,7 +24,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.hosts.group import Alone
 from jaxsgl.hosts.line import LineLost
 from jaxsgl.hosts.passing import Passage
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.requests.outputs import LAST_TOKEN
 from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.converted import MANIFEST
@@ -65,7 +65,7 @@ def test_layers_are_cut_so_that_the_largest_stage_has_the_fewest_bytes(
 @pytest.mark.parametrize("kind", ["llama_untied_llama3_rope", "qwen3"])  # the second one is tied
 def test_stages_read_the_parameters_of_their_own_layers_and_together_all(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path / kind, num_hidden_layers=3)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     whole = dict(nnx.to_flat_state(load_params(folder, arch, FLOAT32, mesh_of())))
     drawn = dict(nnx.to_flat_state(random_params(arch, FLOAT32, mesh_of(), 5)))
     seen = set()
@@ -89,7 +89,7 @@ def test_stages_read_the_parameters_of_their_own_layers_and_together_all(kind: s
 
 
 def test_a_stage_leaves_tensors_of_other_stages_unread_and_refuses_what_no_stage_reads(tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
+    arch = arch_from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
     middle = arch.of_layers(1, 2)
     for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.2.mlp.down_proj.weight", "model.norm.weight"):
         assert is_harmless(name, middle) and not is_harmless(name, arch)
@@ -98,14 +98,14 @@ def test_a_stage_leaves_tensors_of_other_stages_unread_and_refuses_what_no_stage
 
 
 def test_a_stage_leaves_the_last_ones_norm_and_head_unread_by_all_their_names(tmp_path: Path) -> None:
-    first = ModelArch.from_folder(make_checkpoint("phi", tmp_path / "model")).of_layers(0, 1)
+    first = arch_from_folder(make_checkpoint("phi", tmp_path / "model")).of_layers(0, 1)
     for name in ("model.final_layernorm.weight", "model.final_layernorm.bias", "lm_head.bias", "lm_head.qweight"):
         assert is_harmless(name, first)
     load_params(tmp_path / "model", first, FLOAT32, mesh_of())
 
 
 def test_models_that_stages_can_not_serve_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
+    arch = arch_from_folder(make_checkpoint("qwen3", tmp_path / "model", num_hidden_layers=3))
     check_stages(EngineConfig(pp_size=3), arch)
     with pytest.raises(ConfigError, match=r"--pp-size is 4, but .* has 3 layers: give that or less"):
         check_stages(EngineConfig(pp_size=4), arch)

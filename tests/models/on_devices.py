@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsgl.engine.programs import each_device
 from jaxsgl.engine.weight_formats import as_kept
-from jaxsgl.models import ModelArch, StepContext, abstract_model, moe
+from jaxsgl.models import ModelArch, StepContext, abstract_model, arch_from_folder, moe
 from jaxsgl.models.tensor_parallel import DATA_AXIS, num_parts
 from jaxsgl.weights import as_stored, load_params
 from jaxsgl.weights.sharding import logits_sharding, make_mesh, model_on_devices
@@ -53,7 +53,7 @@ def kept_on(arch: ModelArch, platform: str, dtype: str, num_devices: int) -> Mod
 
 def differences(folder: Path, platform: str, dtype: str) -> dict[str, float]:
     """By layout, such as "4 devices in 2 ranks"; each rank has a prompt of its own. Kept as on `platform`."""
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     prompts = np.random.default_rng(7).integers(3, arch.vocab_size, (2, LENGTH)).tolist()
     one_device = kept_on(arch, platform, dtype, 1) if platform == "gpu" else arch
     params = load_params(folder, one_device, jnp.dtype("float32"), mesh_of(1))

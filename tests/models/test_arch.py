@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch, RopeParams, abstract_model
+from jaxsgl.models import ModelArch, RopeParams, abstract_model, arch_from_folder
 from jaxsgl.models.layer_spec import MoeMlp
 
 LLAMA = {
@@ -33,7 +33,7 @@ def read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return ModelArch.from_folder(folder)
+    return arch_from_folder(folder)
 
 
 def test_missing_values_take_the_defaults_of_the_family(tmp_path: Path) -> None:
@@ -190,15 +190,15 @@ def test_layers_have_windows_where_the_configuration_says_so(tmp_path: Path) -> 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model folder at .*nowhere"):
-        ModelArch.from_folder(tmp_path / "nowhere")
+        arch_from_folder(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": [')
     with pytest.raises(CheckpointError, match=r"config\.json can't be read as JSON"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="must hold an object"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
 
 
 def test_an_abstract_model_of_any_size_allocates_nothing(tmp_path: Path) -> None:

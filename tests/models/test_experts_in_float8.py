@@ -17,7 +17,7 @@ from flax import nnx
 from jaxsgl.engine import weight_formats
 from jaxsgl.engine.kernels.choice import kernel_shapes, may_round_rows_of_experts
 from jaxsgl.engine.weight_formats import as_kept
-from jaxsgl.models import ModelArch, abstract_model, moe
+from jaxsgl.models import ModelArch, abstract_model, arch_from_folder, moe
 from jaxsgl.models.layer_spec import Clamp, MoeMlp
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import Precision
@@ -172,7 +172,7 @@ def test_a_layers_kernels_make_of_blocks_what_widened_weights_make_but_for_the_r
         partial(fp8_blocks, block=(128, 128)),
     )
     folder = quantize_folder(plain, tmp_path / "stored", form)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     spec = arch.layers[-1].mlp
     assert isinstance(spec, MoeMlp)
     last = replace(arch.layers[-1], mlp=replace(spec, clamp=clamp))

@@ -16,7 +16,7 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import HostKvConfig
 from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch, RopeParams
+from jaxsgl.models import ModelArch, RopeParams, arch_from_folder
 from jaxsgl.models.families import FAMILIES
 from jaxsgl.models.layer_spec import KvHeads, MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
@@ -82,7 +82,7 @@ def arch_of(folder: Path, values: dict[str, Any]) -> ModelArch | None:
     """What config.json with these values means; None: it is refused."""
     (folder / "config.json").write_text(json.dumps(values))
     try:
-        return ModelArch.from_folder(folder)
+        return arch_from_folder(folder)
     except CheckpointError:
         return None
 
@@ -237,7 +237,7 @@ def test_a_model_of_several_parts_ties_its_head_as_it_does_in_transformers(
 def test_queries_that_grow_need_a_product_of_their_own_where_there_is_a_latent(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**configuration("mistral4"), "q_lora_rank": None}))
     with pytest.raises(CheckpointError, match="llama_4_scaling_beta needs q_lora_rank, which is null"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_llama_4_as_it_is_published_is_understood(tmp_path: Path) -> None:
             "vision_config": {"hidden_size": 1408, "vision_feature_layer": -1},
         }  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(whole))
-        return ModelArch.from_folder(tmp_path)
+        return arch_from_folder(tmp_path)
 
     scout, maverick = of(SCOUT), of(MAVERICK)
     assert (scout.max_context, maverick.max_context) == (10_485_760, 1_048_576)
@@ -608,7 +608,7 @@ def test_numbers_that_a_file_lists_for_each_layer_must_be_equal(tmp_path: Path) 
     ):
         (tmp_path / "config.json").write_text(json.dumps(A13B | changes))
         with pytest.raises(CheckpointError, match=message):
-            ModelArch.from_folder(tmp_path)
+            arch_from_folder(tmp_path)
 
 
 # As their folders are published, but for sizes.
@@ -685,4 +685,4 @@ def test_forms_of_a_family_that_are_not_built_are_refused_by_name(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(configuration(kind) | changes))
     with pytest.raises(CheckpointError, match=message):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)

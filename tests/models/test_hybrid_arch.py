@@ -18,7 +18,7 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import choose_states, plan_capacity
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Mamba, MoeMlp, Selective, ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import model_on_devices
@@ -428,7 +428,7 @@ def test_the_text_of_a_model_that_sees_images_is_its_decoders(tmp_path: Path, ca
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
-    seeing = ModelArch.from_folder(tmp_path / "whole")
+    seeing = arch_from_folder(tmp_path / "whole")
     assert seeing.vision is not None and seeing.vision.deepstack_layers == () and seeing.vision.row_len == hidden
     language = EngineConfig(model=str(tmp_path / "whole"), vision=VisionConfig(language_only=True))
     arch = read_arch(language, tmp_path / "whole")

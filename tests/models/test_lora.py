@@ -18,7 +18,7 @@ import jaxsgl
 from jaxsgl.config.features import LoraConfig
 from jaxsgl.engine.adapters import plan_adapters
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch, StepContext, abstract_model
+from jaxsgl.models import StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
 from jaxsgl.weights.adapters import AdapterFolder
@@ -55,7 +55,7 @@ KINDS: dict[
 
 def batch_logits(model: Path, adapters: Sequence[Path], dtype: str = "float32") -> list[np.ndarray]:
     """Logits of the prompt without an adapter, then with each; of one batch whose adapters lie in shuffled columns."""
-    arch = ModelArch.from_folder(model)
+    arch = arch_from_folder(model)
     graphdef, _ = abstract_model(arch, jnp.dtype(dtype))
     params = load_params(model, arch, jnp.dtype(dtype), mesh_of())
     modules, folders = adaptable_modules(arch), [AdapterFolder(folder, arch) for folder in adapters]
@@ -91,7 +91,7 @@ def test_logits_with_an_adapter_are_those_of_peft(kind: str, tmp_path: Path) -> 
         make_adapter(model, tmp_path / str(i), modules=modules, seed=i, **settings)
         for i, (modules, settings) in enumerate(KINDS[kind])
     ]
-    vocab_size = ModelArch.from_folder(model).vocab_size
+    vocab_size = arch_from_folder(model).vocab_size
     prompt = [token % vocab_size for token in PROMPT]
     base, *adapted = batch_logits(model, adapters)
     np.testing.assert_allclose(base, adapted_logits(model, None, prompt), atol=1e-3)
@@ -118,11 +118,11 @@ def test_alphas_by_regular_expression_and_those_that_are_no_numbers_are_refused(
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(CheckpointError, match=words):
-        AdapterFolder(folder, ModelArch.from_folder(model))
+        AdapterFolder(folder, arch_from_folder(model))
 
 
 def test_what_is_no_adapter_of_the_model_says_what_it_is(tmp_path: Path) -> None:
-    arch, name = ModelArch.from_folder(BUNDLED), "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    arch, name = arch_from_folder(BUNDLED), "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     with pytest.raises(
         CheckpointError, match=r"is not an adapter's folder: it has no adapter_config.json; name the one"
     ):
@@ -149,7 +149,7 @@ def test_what_is_served_for_no_model_is_not_put_down_to_the_base_of_the_adapter(
         {f"base_model.model.model.{tensor}": np.zeros((4, 4), np.float32)}, tmp_path / "adapter_model.safetensors"
     )
     with pytest.raises(CheckpointError, match=r"which is not supported$"):
-        AdapterFolder(tmp_path, ModelArch.from_folder(BUNDLED))
+        AdapterFolder(tmp_path, arch_from_folder(BUNDLED))
 
 
 @pytest.mark.parametrize("start", ["olora", "OLoRA", "pissa_niter_4"])
@@ -157,11 +157,11 @@ def test_adapters_whose_training_began_with_a_change_of_the_base_are_refused(tmp
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "init_lora_weights": start}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=f"init_lora_weights is {start}, which changes the base model"):
-        AdapterFolder(tmp_path, ModelArch.from_folder(BUNDLED))
+        AdapterFolder(tmp_path, arch_from_folder(BUNDLED))
 
 
 def test_gates_of_attention_are_not_taken_for_those_of_an_mlp_of_the_same_size(tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint("afmoe", tmp_path / "model", intermediate_size=8 * 20))
+    arch = arch_from_folder(make_checkpoint("afmoe", tmp_path / "model", intermediate_size=8 * 20))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
 
     def adapt(block: str) -> AdapterFolder:
@@ -176,7 +176,7 @@ def test_gates_of_attention_are_not_taken_for_those_of_an_mlp_of_the_same_size(t
 
 
 def test_models_with_a_latent_take_no_adapters(tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint("deepseek_v3", tmp_path))
+    arch = arch_from_folder(make_checkpoint("deepseek_v3", tmp_path))
     assert plan_adapters(LoraConfig(), arch) is None
     with pytest.raises(ConfigError, match="attends over a latent, for which adapters are not served"):
         plan_adapters(LoraConfig(enable_lora=True), arch)

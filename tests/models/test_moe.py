@@ -20,7 +20,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.kernels.choice import kernel_shapes
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch, abstract_model, moe
+from jaxsgl.models import ModelArch, abstract_model, arch_from_folder, moe
 from jaxsgl.models.layer_spec import DenseMlp, MoeMlp
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import Precision
@@ -102,7 +102,7 @@ def test_a_clamped_unit_bounds_the_gate_above_and_up_on_both_sides() -> None:
 
 def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
     """Experts that the one token doesn't choose are spoilt: what used them would be NaN."""
-    arch = ModelArch.from_folder(make_checkpoint("mixtral", tmp_path))
+    arch = arch_from_folder(make_checkpoint("mixtral", tmp_path))
     params = load_params(tmp_path, arch, jnp.dtype("float32"), mesh_of())
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     layer = nnx.merge(graphdef, params).layers[0].mlp
@@ -133,7 +133,7 @@ def test_shared_experts_among_the_others_are_those_of_an_mlp(
     kind: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU takes them, three with the share 1 and two with a token's own, but with XLA's products."""
-    arch = ModelArch.from_folder(make_checkpoint(kind, tmp_path, seed=5, **sizes))
+    arch = arch_from_folder(make_checkpoint(kind, tmp_path, seed=5, **sizes))
     params = load_params(tmp_path, arch, jnp.dtype("float32"), mesh_of())
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     mlps = (layer.mlp for layer in nnx.merge(graphdef, params).layers)

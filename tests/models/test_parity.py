@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
-from jaxsgl.models import ModelArch, StepContext, abstract_model
+from jaxsgl.models import StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.layer_spec import ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
@@ -53,7 +53,7 @@ def test_logits_equal_those_of_transformers_in_float32(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", [kind for kind in FAMILY_KINDS if NIGHTLY or kind not in VARIANTS])
 def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, seed=1)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     axes = {**sizes(arch), "L": arch.num_layers, "K": arch.num_kv_heads}
     if arch.latent is not None:  # one kv head, of C + R numbers
         axes = {name: length for name, length in axes.items() if name not in ("K", "H", "KH", "NH", "QKV")}
@@ -153,7 +153,7 @@ def test_factors_on_embeddings_in_bfloat16_are_not_rounded_first(
 ) -> None:
     """Gemma's are, in which it was trained; here rounding would scale the whole stream by something else."""
     folder = make_checkpoint(kind, tmp_path, dtype=torch.bfloat16, **changes)
-    arch, dtype = ModelArch.from_folder(folder), jnp.dtype("bfloat16")
+    arch, dtype = arch_from_folder(folder), jnp.dtype("bfloat16")
     assert float(jnp.asarray(factor, dtype)) != factor
     graphdef, _ = abstract_model(arch, dtype)
     model, streams = nnx.merge(graphdef, load_params(folder, arch, dtype, mesh_of(1))), {0: None}
@@ -249,7 +249,7 @@ def test_the_text_of_a_llama_4_is_that_of_the_whole_model(tmp_path: Path) -> Non
         expected = whole(input_ids=tokens).logits[0].numpy()
     assert expected.std() > 0.2
     np.testing.assert_allclose(checkpoint_logits(tmp_path, tokens[0].tolist()), expected, atol=ATOL)
-    assert ModelArch.from_folder(tmp_path).vision is None
+    assert arch_from_folder(tmp_path).vision is None
 
 
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:

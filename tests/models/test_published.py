@@ -12,7 +12,7 @@ import pytest
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.start.model_flags import check_stages
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, KvHeads, Latent, MoeMlp
 
 HY3: dict[str, Any] = {
@@ -227,7 +227,7 @@ GPT_J: dict[str, Any] = {
 
 def read(folder: Path, values: dict[str, Any]) -> ModelArch:
     (folder / "config.json").write_text(json.dumps(values))
-    return ModelArch.from_folder(folder)
+    return arch_from_folder(folder)
 
 
 def test_hy3_is_understood(tmp_path: Path) -> None:

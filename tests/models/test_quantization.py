@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 from tests.checkpoints import configuration
 from tests.models.test_arch import read
 
@@ -157,7 +157,7 @@ def test_matrices_that_a_configuration_leaves_out_are_known(
 def test_experts_next_to_an_mlp_are_excepted_by_their_own_names(exception: str, tmp_path: Path) -> None:
     values = {**configuration("gemma4_moe"), "quantization_config": {**INT4, "ignore": [exception]}}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    arch = ModelArch.from_folder(tmp_path)
+    arch = arch_from_folder(tmp_path)
     assert [layer.unquantized for layer in arch.layers[:2]] == [set(), {"experts"}]
 
 
@@ -170,7 +170,7 @@ def test_exceptions_of_an_mlp_leave_the_experts_next_to_it_quantized(tmp_path: P
     ):
         values = {**configuration("gemma4_moe"), "quantization_config": config}
         (tmp_path / "config.json").write_text(json.dumps(values))
-        layer = ModelArch.from_folder(tmp_path).layers[0]
+        layer = arch_from_folder(tmp_path).layers[0]
         assert layer.matrices - layer.unquantized == {"experts"}
 
 

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxsgl.config.engine import BUNDLED_MODEL
-from jaxsgl.models import ModelArch, StepContext, abstract_model
+from jaxsgl.models import StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.quantization import WeightFormat
 from pallas_kernels import KernelChoice
@@ -24,7 +24,7 @@ NUM_LAYERS = 3
 
 def launched(num_rows: int, kernels: KernelChoice) -> Counter[str]:
     """How often each kernel of Pallas is called in the layers, but for attention, on an H200."""
-    bundled = ModelArch.from_folder(Path(BUNDLED_MODEL))
+    bundled = arch_from_folder(Path(BUNDLED_MODEL))
     layers = (dataclasses.replace(bundled.layers[0], mlp=DenseMlp(ffn_size=512)),) * NUM_LAYERS
     blocks = WeightFormat("fp8", "float8_e4m3fn", group=128)
     arch = dataclasses.replace(

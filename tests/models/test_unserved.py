@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.families import FAMILIES
 from jaxsgl.models.unserved import IN_ANOTHER_FORM, UNLIKE_IN_NAME, nearest
 
@@ -60,7 +60,7 @@ def test_the_error_names_the_mechanism_and_the_nearest_family(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **config}))
     with pytest.raises(CheckpointError) as caught:
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
     message = str(caught.value)
     assert f"architecture {name} is not supported" in message and mechanism in message
     assert "InternVLForConditionalGeneration" in message and "InternVLLlama" not in message, "a name of our own"
@@ -74,7 +74,7 @@ def test_a_model_whose_code_is_its_folders_own_is_served_in_transformers_form(tm
     told = {"architectures": ["InternVLChatModel"], "llm_config": {"model_type": "qwen2"}, "vision_config": {"a": 1}}
     (tmp_path / "config.json").write_text(json.dumps(told))
     with pytest.raises(CheckpointError, match=r"ChatModel is not supported; .* same name that ends with -HF"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
     for text in IN_ANOTHER_FORM.values():
         assert any(name in text for name in FAMILIES)
 

@@ -21,7 +21,7 @@ from jaxsgl.engine.start.memory import Memory
 from jaxsgl.engine.start.sizing import plan_capacity
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.engine.weight_store import read_arch
-from jaxsgl.models import ModelArch, Params, abstract_model
+from jaxsgl.models import Params, abstract_model, arch_from_folder
 from jaxsgl.models.vision.tower import Patches, segment_attention
 from jaxsgl.requests.media import Grid
 from jaxsgl.weights import load_params
@@ -60,7 +60,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 )  # fmt: skip
 def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
-    arch = ModelArch.from_folder(tmp_path)
+    arch = arch_from_folder(tmp_path)
     is_packed = kind.startswith(("qwen", "glm", "exaone"))  # by transformers, too
     assert arch.vision is not None and arch.has_axes == kind.startswith(("qwen", "glm", "paddle"))
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())

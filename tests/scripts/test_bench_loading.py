@@ -9,7 +9,7 @@ import pytest
 from bench.load_child import evict, write_random
 from bench.models import SHAPES, tensor_shapes
 
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.weights.tensor_files import TensorFiles
 from tests.grids import NIGHTLY
 from tests.scripts.running import run_script
@@ -45,5 +45,5 @@ def test_the_random_checkpoint_is_one_of_several_files_of_that_shape(
     )
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
     evict(tmp_path)
-    ModelArch.from_folder(tmp_path)
+    arch_from_folder(tmp_path)
     assert set(TensorFiles(tmp_path).names()) == set(tensor_shapes({**SHAPES["mid"], "num_hidden_layers": 1}))

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from jaxsgl.engine.weight_formats import as_kept
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
 
@@ -91,7 +91,7 @@ def resident_bytes() -> int:
 def main() -> None:
     """See the module."""
     folder, dtype = Path(sys.argv[1]), jnp.dtype("bfloat16")
-    arch = as_kept(ModelArch.from_folder(folder), dtype, "cpu", 1)
+    arch = as_kept(arch_from_folder(folder), dtype, "cpu", 1)
     jnp.zeros(1).block_until_ready()
     before = resident_bytes()
     params = jax.block_until_ready(load_params(folder, arch, dtype, make_mesh()))

@@ -18,7 +18,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import abstract_model, arch_from_folder
 from jaxsgl.models.rope import RopeParams, split_half_order
 from jaxsgl.weights import assembly
 from jaxsgl.weights.assembly import Assembler, Progress, blocks, overlap
@@ -151,7 +151,7 @@ def test_no_recipe_reads_or_copies_a_tensor(tmp_path: Path) -> None:
     """Its pieces are views of the mapped files, so that a shard's slice is read without the rest."""
     for kind in ("llama_linear_rope_bias", "qwen3"):
         folder = make_checkpoint(kind, tmp_path / kind)
-        arch = ModelArch.from_folder(folder)
+        arch = arch_from_folder(folder)
         tensors = TensorFiles(folder)
         for path, param in nnx.to_flat_state(abstract_model(arch, jax.numpy.dtype("float32"))[1]):
             recipe = recipe_of(path, arch)
@@ -166,7 +166,7 @@ def test_no_recipe_reads_or_copies_a_tensor(tmp_path: Path) -> None:
     "rope", [RopeParams(interleaved=True), RopeParams(rotary_dim=8), RopeParams(rotary_dim=8, interleaved=True)]
 )
 def test_dimensions_of_heads_are_reordered_by_views(rope: RopeParams, tmp_path: Path) -> None:
-    arch = replace(ModelArch.from_folder(make_checkpoint("llama_tied", tmp_path)), ropes=(rope,))
+    arch = replace(arch_from_folder(make_checkpoint("llama_tied", tmp_path)), ropes=(rope,))
     order = split_half_order(rope, arch.head_dim)
     q, k, v = counted(4 * 16, 3), -counted(2 * 16, 3), counted(2 * 16, 3) / 2
     pieces = list(recipe_of(("layers", 0, "attention", "qkv"), arch).pieces(arch, (q, k, v)))

@@ -25,7 +25,7 @@ from jaxsgl.convert import convert as convert_folder
 from jaxsgl.convert import main as convert_command
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import (
@@ -58,7 +58,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.weights import load_params
 from tests.plain_model import mesh_of, plain_logits
 original, converted = map(Path, sys.argv[1:])
-arch = ModelArch.from_folder(original)
+arch = arch_from_folder(original)
 expected = jax.tree.leaves(load_params(original, arch, jnp.dtype("float32"), mesh_of(1)))
 for number in (1, 2, 4):
     params = load_params(converted, arch, jnp.dtype("float32"), mesh_of(number))
@@ -71,7 +71,7 @@ for number in (1, 2, 4):
 
 
 def load(folder: Path, dtype: str = "float32") -> nnx.State:
-    return load_params(folder, ModelArch.from_folder(folder), jnp.dtype(dtype), mesh_of())
+    return load_params(folder, arch_from_folder(folder), jnp.dtype(dtype), mesh_of())
 
 
 def convert(original: Path, folder: Path) -> Path:
@@ -119,7 +119,7 @@ def test_what_is_restored_at_a_time_is_little_beside_what_is_there() -> None:
 def test_the_folder_serves_by_itself(pair: tuple[Path, Path]) -> None:
     original, converted = pair
     assert is_converted(converted) and not is_converted(original)
-    assert ModelArch.from_folder(converted) == ModelArch.from_folder(original)
+    assert arch_from_folder(converted) == arch_from_folder(original)
     assert load_tokenizer(str(converted)).encode("a") == [0]
 
 
@@ -138,7 +138,7 @@ def test_quantized_weights_are_restored_in_the_format_that_a_device_keeps(name: 
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
     original = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain", **sizes), tmp_path / "original", name)
     converted = convert(original, tmp_path / "converted")
-    arch = ModelArch.from_folder(converted)
+    arch = arch_from_folder(converted)
     assert arch.weight_format is not None
     formats = arch.weight_format, arch.weight_format.on_cpu("bfloat16"), arch.weight_format.on_gpu("bfloat16", parts=1)
     for kept in (replace(arch, weight_format=fmt) for fmt in formats):
@@ -156,7 +156,7 @@ def test_a_dtype_that_the_configuration_leaves_out_is_the_parameters(tmp_path: P
     values = {key: value for key, value in read_object(original / "config.json").items() if "dtype" not in key}
     (original / "config.json").write_text(json.dumps(values))
     convert_folder(str(original), tmp_path / "converted", "auto")
-    assert as_stored(ModelArch.from_folder(tmp_path / "converted"), tmp_path / "converted").dtype == "float16"
+    assert as_stored(arch_from_folder(tmp_path / "converted"), tmp_path / "converted").dtype == "float16"
 
 
 def test_scales_of_the_kv_cache_come_along(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_scales_of_the_kv_cache_come_along(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.self_attn.k_scale".replace(".", "__") for layer in range(2)]
     rewrite(original, **{name: torch.tensor(0.5) for name in names})
     converted = convert(original, tmp_path / "converted")
-    arch = ModelArch.from_folder(converted)
+    arch = arch_from_folder(converted)
     assert load_kv_scales(converted, arch) == load_kv_scales(original, arch)
     assert [float(scale) for scale in load_kv_scales(converted, arch).k if scale is not None] == [0.5, 0.5]
 
@@ -205,7 +205,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_safetensors_cannot_be_quantized_at_load(pair: tuple[Path, Path]) -> None:
     _, converted = pair
-    arch = replace(ModelArch.from_folder(converted), weight_format=FORMATS_AT_LOAD["int8"])
+    arch = replace(arch_from_folder(converted), weight_format=FORMATS_AT_LOAD["int8"])
     with pytest.raises(
         CheckpointError, match="--quantization works on checkpoints in safetensors files only: leave it"
     ):

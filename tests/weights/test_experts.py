@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, abstract_model, arch_from_folder
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
@@ -35,7 +35,7 @@ FILE = "model.safetensors"
 
 
 def parameters(folder: Path) -> dict[tuple, np.ndarray]:
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     return {path: np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
 
@@ -64,7 +64,7 @@ def test_stacks_in_fp8_are_their_experts_one_by_one(layout: str, tmp_path: Path)
     folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes), tmp_path / "stored", form)
 
     def both() -> dict[tuple, np.ndarray]:
-        arch = ModelArch.from_folder(folder)
+        arch = arch_from_folder(folder)
         assert arch.weight_format is not None
         kept = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
         params = load_params(folder, kept, jnp.dtype("float32"), mesh_of())
@@ -122,8 +122,8 @@ def test_experts_that_are_not_quantized_need_no_exception(form: str, layout: str
     folder = quantize_folder(plain, tmp_path / "untold", form, excepted="experts")
     if layout == "stacked":
         stack(folder, lambda x: x)
-    arch = as_stored(ModelArch.from_folder(folder), folder)
-    assert arch == ModelArch.from_folder(excepted) == as_stored(arch, folder)
+    arch = as_stored(arch_from_folder(folder), folder)
+    assert arch == arch_from_folder(excepted) == as_stored(arch, folder)
     expected = parameters(excepted)
     for path, param in nnx.to_flat_state(load_params(folder, arch, jnp.dtype("float32"), mesh_of())):
         np.testing.assert_array_equal(np.asarray(param[...]), expected[path], err_msg=str(path))
@@ -134,13 +134,13 @@ def test_matrices_that_are_not_quantized_need_no_exception(form: str, tmp_path: 
     """Software for GPTQ and AWQ leaves out modules that it doesn't know, without a word."""
     plain, left = make_checkpoint("qwen3_5", tmp_path / "plain", head_dim=32), r"in_proj_(qkv|z|a|b)\.|self_attn"
     folder = quantize_folder(plain, tmp_path / "untold", form, excepted=left)
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert [sorted(layer.unquantized) for layer in arch.layers] == [["state_inputs"]] * 3 + [["o", "qkv"]]
     found, expected = parameters(folder), parameters(folder / "meant")
     for path in (("layers", 0, "delta_net", "inputs"), ("layers", 3, "attention", "qkv")):
         np.testing.assert_array_equal(found[path], expected[path], err_msg=str(path))
     save_converted(folder, tmp_path / "again", load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
-    again = as_stored(ModelArch.from_folder(tmp_path / "again"), tmp_path / "again")
+    again = as_stored(arch_from_folder(tmp_path / "again"), tmp_path / "again")
     assert replace(again, next_layer=None) == replace(arch, next_layer=None)  # which converted folders lack
 
 
@@ -149,10 +149,10 @@ def test_a_converted_folder_tells_as_the_original_does(form: str, tmp_path: Path
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
     for excepted in ("", "experts"):
         folder = quantize_folder(plain, tmp_path / f"original{excepted}", form, excepted=excepted)
-        arch = as_stored(ModelArch.from_folder(folder), folder)
+        arch = as_stored(arch_from_folder(folder), folder)
         converted = tmp_path / f"converted{excepted}"
         save_converted(folder, converted, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
-        told = as_stored(ModelArch.from_folder(converted), converted)
+        told = as_stored(arch_from_folder(converted), converted)
         assert told == arch or (excepted and "int4" in form)  # whose experts are dequantized in any case
         restored, expected = parameters(converted), parameters(folder)
         assert all(np.array_equal(restored[path], array) for path, array in expected.items())
@@ -225,10 +225,10 @@ def test_quantized_experts_stay_quantized_whatever_their_layout(tmp_path: Path) 
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain")
     for form in ("compressed-tensors int4", "awq", "fp8 in blocks", "fp8 per tensor"):
         folder = quantize_folder(plain, tmp_path / form, form)
-        arch = ModelArch.from_folder(folder)
+        arch = arch_from_folder(folder)
         assert as_stored(arch, folder) == arch
     stack_in_fp8(tmp_path / "fp8 in blocks", lambda x: x, "weight_scale_inv")
-    arch = ModelArch.from_folder(tmp_path / "fp8 in blocks")
+    arch = arch_from_folder(tmp_path / "fp8 in blocks")
     assert as_stored(arch, tmp_path / "fp8 in blocks") == arch
 
 
@@ -340,7 +340,7 @@ def test_experts_in_mxfp4_are_decoded(tmp_path: Path) -> None:
 def test_a_cpu_keeps_experts_in_mxfp4_as_they_are_published(tmp_path: Path) -> None:
     folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
     pack(folder, seed=1)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     assert arch.expert_format is not None
     arch = replace(arch, expert_format=arch.expert_format.on_cpu("float32", packs=True))
     params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
@@ -361,7 +361,7 @@ def test_a_cpu_keeps_experts_in_mxfp4_as_they_are_published(tmp_path: Path) -> N
 
 def kept_on_gpus(folder: Path, parts: int = 1) -> ModelArch:
     """As on so many GPUs, but with products in float32."""
-    arch = as_kept(ModelArch.from_folder(folder), jnp.dtype("bfloat16"), "gpu", parts)
+    arch = as_kept(arch_from_folder(folder), jnp.dtype("bfloat16"), "gpu", parts)
     formats = (arch.weight_format, arch.expert_format)
     weights, experts = (None if fmt is None else replace(fmt, widened_to="float32") for fmt in formats)
     return replace(arch, weight_format=weights, expert_format=experts)
@@ -469,7 +469,7 @@ def test_scales_that_a_gpu_cannot_keep_are_named(tmp_path: Path) -> None:
 def test_experts_in_mxfp4_may_be_quantized_again_at_load(tmp_path: Path) -> None:
     folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
     pack(folder, seed=1)
-    arch = replace(ModelArch.from_folder(folder), weight_format=FORMATS_AT_LOAD["int8"])
+    arch = replace(arch_from_folder(folder), weight_format=FORMATS_AT_LOAD["int8"])
     params = load_params(folder, arch, jnp.dtype("bfloat16"), mesh_of())
     decoded = parameters(folder)["layers", 1, "mlp", "down"]
     mlp: Any = params["layers"][1]["mlp"]

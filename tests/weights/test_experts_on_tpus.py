@@ -14,7 +14,7 @@ from jaxsgl.engine import weight_formats
 from jaxsgl.engine.kernels.choice import kernel_shapes
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, abstract_model, arch_from_folder
 from jaxsgl.models.precision import Precision
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
 from jaxsgl.models.quantized_formats import EXPERTS_IN_MXFP4
@@ -125,7 +125,7 @@ def test_logits_are_those_of_the_weights_that_are_meant(form: str, tmp_path: Pat
         plain = make_checkpoint("qwen3_moe", tmp_path / "plain", **sizes)
         folder = quantize_folder(plain, tmp_path / "stored", form)
         original = folder / "meant"
-    arch = as_kept(ModelArch.from_folder(folder), jnp.dtype("float32"), "tpu", 1)
+    arch = as_kept(arch_from_folder(folder), jnp.dtype("float32"), "tpu", 1)
     params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     of_experts = [layer["mlp"] for layer in params["layers"].values() if "router" in layer["mlp"]]
     assert {(str(each["down"].dtype), str(each["down_scale"].dtype)) for each in of_experts} == {

@@ -19,7 +19,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.models.layer_spec import Stage
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.rope import inverse_frequencies
@@ -50,21 +50,21 @@ def files_of(kind: str, tmp_path: Path, stored: str = "F32", **flags: Any) -> tu
 
 def params_of(folder: Path) -> list[np.ndarray]:
     """All parameters, dequantized."""
-    arch = replace(ModelArch.from_folder(folder), weight_format=None, stored_format=None)
+    arch = replace(arch_from_folder(folder), weight_format=None, stored_format=None)
     params = load_params(folder, arch, jnp.dtype(jnp.float32), mesh_of(1))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
 
 def by_path(folder: Path) -> dict[tuple[Any, ...], np.ndarray]:
     """The parameters as they are served, by their places in the model."""
-    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
+    params = load_params(folder, arch_from_folder(folder), jnp.dtype(jnp.float32), mesh_of(1))
     return {path: np.asarray(param.get_value()) for path, param in nnx.to_flat_state(params)}
 
 
 @pytest.mark.parametrize("kind", ["llama_untied_llama3_rope", "qwen3"])  # the second one is tied
 def test_pipeline_stages_leave_the_tensors_of_others_unread(kind: str, tmp_path: Path) -> None:
     found = resolve_model_folder(str(files_of(kind, tmp_path)[1]))
-    arch, whole = ModelArch.from_folder(found), by_path(found)
+    arch, whole = arch_from_folder(found), by_path(found)
     seen = set()
     for layer in range(arch.num_layers):
         stage = load_params(found, arch.of_layers(layer, layer + 1), jnp.dtype(jnp.float32), mesh_of(1))
@@ -78,7 +78,7 @@ def test_pipeline_stages_leave_the_tensors_of_others_unread(kind: str, tmp_path:
 
 def test_a_pipeline_stage_refuses_what_no_stage_reads(tmp_path: Path) -> None:
     found = resolve_model_folder(str(files_of("olmo2", tmp_path)[1]))  # of three layers
-    first_of_two = replace(ModelArch.from_folder(found).of_layers(0, 1), stage=Stage(layers_after=1))
+    first_of_two = replace(arch_from_folder(found).of_layers(0, 1), stage=Stage(layers_after=1))
     with pytest.raises(CheckpointError, match=r"tensors are not part of .*, as blk\.2\."):
         load_params(found, first_of_two, jnp.dtype(jnp.float32), mesh_of(1))
 
@@ -87,7 +87,7 @@ def test_a_pipeline_stage_refuses_what_no_stage_reads(tmp_path: Path) -> None:
 def test_every_family_has_the_parameters_and_the_arithmetic_of_its_checkpoint(kind: str, tmp_path: Path) -> None:
     folder, path = files_of(kind, tmp_path)
     found = resolve_model_folder(str(path))
-    ours, theirs = ModelArch.from_folder(found), ModelArch.from_folder(folder)
+    ours, theirs = arch_from_folder(found), arch_from_folder(folder)
     for own, told in zip(ours.ropes, theirs.ropes, strict=True):  # llama.cpp has factors in the place of a formula
         expected = inverse_frequencies(told, ours.head_dim)
         np.testing.assert_allclose(inverse_frequencies(own, ours.head_dim), expected, rtol=1e-6)
@@ -102,30 +102,30 @@ def test_pairs_with_factors_of_their_own_are_stretched_alike_besides(tmp_path: P
     folder, path = files_of("llama_untied_llama3_rope", tmp_path)
     told = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     stretched = write_gguf(folder, tmp_path / "stretched.gguf", "llama", metadata=told)
-    plain, ours = (ModelArch.from_folder(resolve_model_folder(str(each))) for each in (path, stretched))
+    plain, ours = (arch_from_folder(resolve_model_folder(str(each))) for each in (path, stretched))
     rotations = [inverse_frequencies(arch.ropes[0], arch.head_dim) for arch in (plain, ours)]
     np.testing.assert_allclose(rotations[1] * 8, rotations[0], rtol=1e-6)
 
 
 def test_values_that_say_what_is_so_anyhow_change_nothing(tmp_path: Path) -> None:
     folder, path = files_of("qwen3_moe", tmp_path)
-    plain = ModelArch.from_folder(resolve_model_folder(str(path)))
+    plain = arch_from_folder(resolve_model_folder(str(path)))
     told = {"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 1, "expert_group_count": 1}
     told["embedding_length_out"] = plain.hidden_size
     write_gguf(folder, path, "qwen3moe", metadata=told)
-    assert ModelArch.from_folder(resolve_model_folder(str(path))) == plain
+    assert arch_from_folder(resolve_model_folder(str(path))) == plain
     write_gguf(folder, path, "qwen3moe", metadata={"expert_weights_norm": False})
-    other = ModelArch.from_folder(resolve_model_folder(str(path))).mixture
+    other = arch_from_folder(resolve_model_folder(str(path))).mixture
     assert plain.mixture is not None and other is not None
     assert (plain.mixture.router.renormalize, other.router.renormalize) == (True, False)
 
 
 def test_a_file_says_that_it_is_made_for_embeddings(tmp_path: Path) -> None:
     folder, path = files_of("qwen3", tmp_path)
-    assert not ModelArch.from_folder(resolve_model_folder(str(path))).folder_pooling.made_for_it
+    assert not arch_from_folder(resolve_model_folder(str(path))).folder_pooling.made_for_it
     for number, kind in ((3, "last"), (1, "mean")):
         write_gguf(folder, path, "qwen3", metadata={"pooling_type": number})
-        pooling = ModelArch.from_folder(resolve_model_folder(str(path))).folder_pooling
+        pooling = arch_from_folder(resolve_model_folder(str(path))).folder_pooling
         assert (pooling.kind, pooling.normalize, pooling.made_for_it) == (kind, True, True)
 
 
@@ -179,7 +179,7 @@ def test_the_tokenizer_is_the_files_or_the_one_next_to_it(tmp_path: Path) -> Non
     for text in (*TEXT, "<|start|>user\nhi<|end|> <think>5 €"):
         assert own.encode(text) == theirs.encode(text)
     assert own.special_ids == theirs.special_ids
-    assert ModelArch.from_folder(resolve_model_folder(str(path))).eos_token_ids == (own.encode("<|end|>")[0],)
+    assert arch_from_folder(resolve_model_folder(str(path))).eos_token_ids == (own.encode("<|end|>")[0],)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     beside = resolve_model_folder(str(tmp_path))
     assert beside != resolve_model_folder(str(path))

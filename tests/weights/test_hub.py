@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 from jaxsgl.engine.start import opening
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.offline.llm import LLM
 from jaxsgl.weights import resolve_model_folder
 from tests.text.small_tokenizers import save
@@ -68,10 +68,10 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file: name a GGUF file, a folder with a checkpoint"):
         resolve_model_folder(str(tmp_path / "adapter_config.json"))
     with pytest.raises(CheckpointError, match=r"but an adapter: serve its base model"):
-        ModelArch.from_folder(tmp_path)
+        arch_from_folder(tmp_path)
     with pytest.raises(CheckpointError, match=r"it has no config.json; name a checkpoint's folder"):
         (tmp_path / "empty").mkdir()
-        ModelArch.from_folder(tmp_path / "empty")
+        arch_from_folder(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"no.gguf is not a folder, there is no such file: check the path"):
         resolve_model_folder(str(tmp_path / "no.gguf"))
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.weights import KvScales, load_kv_scales, load_params
 from tests.checkpoints import make_checkpoint
 from tests.models.test_arch import LLAMA
@@ -32,7 +32,7 @@ def load(folder: Path, scales: dict[str, Any]) -> KvScales:
         full = name if "model." in name else LAYER.format(0) + name
         tensors[full] = scale if isinstance(scale, torch.Tensor) else torch.tensor(scale)
     save_file(tensors, folder / "model.safetensors")
-    return load_kv_scales(folder, ModelArch.from_folder(folder))
+    return load_kv_scales(folder, arch_from_folder(folder))
 
 
 def told(scales: KvScales) -> list[float | None]:
@@ -71,7 +71,7 @@ def test_scales_in_nemotron_hs_own_names_are_found(tmp_path: Path) -> None:
     folder = make_checkpoint("nemotron_h", tmp_path)
     of_k, of_v = (f"backbone.layers.3.mixer.{part}_proj.{part}_scale".replace(".", "__") for part in "kv")
     rewrite(folder, **{of_k: torch.tensor(0.5), of_v: torch.tensor(0.25)})
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     assert told(load_kv_scales(folder, arch)) == [0.5, 0.25]
 
@@ -113,5 +113,5 @@ def test_scales_are_no_unknown_tensors(tmp_path: Path, caplog: pytest.LogCapture
     names = ("k_scale", "v_scale", "q_scale", "k_proj.output_scale", "q_proj.output_scale", "prob_output_scale")
     rewrite(folder, **{(LAYER.format(1) + name).replace(".", "__"): torch.tensor(0.5) for name in names})
     with caplog.at_level(logging.WARNING):
-        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+        load_params(folder, arch_from_folder(folder), jnp.dtype("float32"), mesh_of())
     assert not caplog.text

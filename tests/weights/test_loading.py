@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.weights import as_stored, load_params
 from tests.checkpoint_kinds import CHECKPOINT_KINDS
 from tests.checkpoints import make_checkpoint, reference_logits
@@ -27,7 +27,7 @@ from tests.vision_models import make_model
 
 
 def load(folder: Path, dtype: str = "float32") -> nnx.State:
-    return load_params(folder, ModelArch.from_folder(folder), jnp.dtype(dtype), mesh_of())
+    return load_params(folder, arch_from_folder(folder), jnp.dtype(dtype), mesh_of())
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -162,12 +162,12 @@ def test_a_dtype_that_the_configuration_leaves_out_is_that_of_the_matrices(store
         model__norm__weight=torch.ones(10**6, dtype=other),
         model__layers__0__mlp__up_proj__weight_scale_inv=torch.ones(1000, 1000, dtype=other),
     )
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     assert as_stored(arch, folder).dtype == stored
     values = {key: value for key, value in read_object(folder / "config.json").items() if "dtype" not in key}
     (folder / "config.json").write_text(json.dumps(values))
-    assert ModelArch.from_folder(folder).dtype == "bfloat16"
-    assert as_stored(ModelArch.from_folder(folder), folder).dtype == stored
+    assert arch_from_folder(folder).dtype == "bfloat16"
+    assert as_stored(arch_from_folder(folder), folder).dtype == stored
 
 
 @pytest.mark.parametrize("is_own", [False, True])
@@ -179,7 +179,7 @@ def test_a_head_next_to_ties_counts_if_it_differs_from_the_embedding(
     head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
     head[-1, -1] += is_own
     rewrite(folder, lm_head__weight=head)
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert arch.tie_embeddings is not is_own and ("it is not tied" in caplog.text) is is_own
     assert arch == as_stored(arch, folder)
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), [5, 6, 7])

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.weights import load_params, save_converted
 from jaxsgl.weights.sharding import model_on_devices
 from tests.checkpoints import make_checkpoint
@@ -27,7 +27,7 @@ def arrays(folder: Path, arch: ModelArch) -> dict[Any, np.ndarray]:
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> ModelArch:
     """8 query heads, 2 kv heads, 5 experts of 48 units, 200 tokens."""
-    return ModelArch.from_folder(make_checkpoint("mixtral", tmp_path_factory.mktemp("mixtral")))
+    return arch_from_folder(make_checkpoint("mixtral", tmp_path_factory.mktemp("mixtral")))
 
 
 def test_what_devices_cannot_share_is_refused_with_the_numbers_that_can(mixtral: ModelArch) -> None:
@@ -52,7 +52,7 @@ def test_what_devices_cannot_share_is_refused_with_the_numbers_that_can(mixtral:
 @pytest.mark.parametrize("kind", ["olmo2", "llama_linear_rope_bias"])  # norms of all heads; biases
 def test_copies_of_kv_heads_and_padded_vocabularies_come_from_both_kinds_of_folders(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path / "stored", num_attention_heads=8, vocab_size=201)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     shared = model_on_devices(arch, 4, by_experts=False)
     assert (arch.num_kv_heads, shared.num_kv_heads, shared.stored_kv_heads) == (2, 4, 2)
     one, four = arrays(folder, arch), arrays(folder, shared)

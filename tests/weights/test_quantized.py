@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, abstract_model, arch_from_folder
 from jaxsgl.models.matrix import Matrices, dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import as_stored, load_params, random_params
@@ -55,7 +55,7 @@ LARGEST_ERROR = {
 
 
 def quantized(folder: Path, flag: str) -> tuple[ModelArch, nnx.State]:
-    arch = replace(ModelArch.from_folder(folder), weight_format=FORMATS_AT_LOAD[flag])
+    arch = replace(arch_from_folder(folder), weight_format=FORMATS_AT_LOAD[flag])
     return arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of())
 
 
@@ -64,7 +64,7 @@ def quantized(folder: Path, flag: str) -> tuple[ModelArch, nnx.State]:
 )
 def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, flag: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
-    plain: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    plain: Any = load_params(folder, arch_from_folder(folder), jnp.dtype("float32"), mesh_of())
     arch, params = quantized(folder, flag)
     leaves = {path: np.asarray(param[...].astype(jnp.float32)) for path, param in nnx.to_flat_state(params)}
     scaled = [path for path in leaves if f"{path[-1]}_scale" in {other[-1] for other in leaves}]
@@ -82,7 +82,7 @@ def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, f
 @pytest.mark.parametrize("kind", daily(["qwen3_5", "qwen3_next", "kimi_linear"], every=2))
 def test_delta_nets_are_quantized_at_load_but_for_their_gates(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
-    whole: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    whole: Any = load_params(folder, arch_from_folder(folder), jnp.dtype("float32"), mesh_of())
     arch, params = quantized(folder, "int8")
     assert arch.recurrent_net is not None
     module = arch.recurrent_net.module
@@ -107,7 +107,7 @@ def test_logits_stay_close_to_the_unquantized_ones(flag: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("flag", ["int8", "fp8"])
 def test_random_weights_of_a_format_have_the_deviation_of_unquantized_ones(flag: str, tmp_path: Path) -> None:
-    arch = replace(ModelArch.from_folder(make_checkpoint("qwen3", tmp_path)), weight_format=FORMATS_AT_LOAD[flag])
+    arch = replace(arch_from_folder(make_checkpoint("qwen3", tmp_path)), weight_format=FORMATS_AT_LOAD[flag])
     params: Any = random_params(arch, jnp.dtype("float32"), mesh_of(), 0)
     _, abstract = abstract_model(arch, jnp.dtype("float32"))
     assert {path: param.dtype for path, param in nnx.to_flat_state(abstract)} == {
@@ -145,7 +145,7 @@ def matrices(arch: ModelArch, params: nnx.State) -> list[np.ndarray]:
 
 
 def stored_arch(folder: Path, on_cpu: str | None) -> ModelArch:
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     assert arch.weight_format is not None
     return arch if on_cpu is None else replace(arch, weight_format=arch.weight_format.on_cpu(on_cpu))
 
@@ -157,7 +157,7 @@ KEPT = [(name, (None, "bfloat16")[(i + night) % 2]) for night in range(2) for i,
 @pytest.mark.parametrize(("name", "on_cpu"), KEPT[: count(len(FORMATS), len(KEPT))])
 def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: str | None, tmp_path: Path) -> None:
     folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", name)
-    arch, plain = stored_arch(folder, on_cpu), ModelArch.from_folder(folder / "meant")
+    arch, plain = stored_arch(folder, on_cpu), arch_from_folder(folder / "meant")
     dtype = jnp.dtype("float32")
     stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
     for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
@@ -169,7 +169,7 @@ def test_an_order_that_the_configuration_says_nothing_of_is_found_in_the_files(t
     form = {**config, "desc_act": False}, quantize
     folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", form)
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.\S+\.g_idx has inputs in another order"):
-        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+        load_params(folder, arch_from_folder(folder), jnp.dtype("float32"), mesh_of())
 
 
 # A file, or a key of config.json, that describes the format; what of it is left out.
@@ -194,7 +194,7 @@ def test_older_software_describes_its_formats_elsewhere(
             (tmp_path / key).write_text(json.dumps(values))
         told = {} if key.endswith(".json") else {key: values}
         (tmp_path / "config.json").write_text(json.dumps({**config, **told}))
-        return ModelArch.from_folder(tmp_path)
+        return arch_from_folder(tmp_path)
 
     told = FORMATS[name][0]
     elsewhere = written({key: value for key, value in told.items() if key not in left_out}, place)
@@ -212,7 +212,7 @@ def test_formats_that_name_no_method_are_refused_by_the_name_of_their_software(t
     for told, words in cases:
         path.write_text(json.dumps({**config, **told}))
         with pytest.raises(CheckpointError, match=words):
-            ModelArch.from_folder(tmp_path)
+            arch_from_folder(tmp_path)
 
 
 def test_numbers_of_a_dtype_that_numpy_lacks_are_refused_by_name(tmp_path: Path) -> None:
@@ -227,12 +227,12 @@ def test_numbers_of_a_dtype_that_numpy_lacks_are_refused_by_name(tmp_path: Path)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(CheckpointError, match=rf"tensor {name} is F4; supported are F64, .* as U8"):
-        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+        load_params(folder, arch_from_folder(folder), jnp.dtype("float32"), mesh_of())
 
 
 def test_one_scale_of_a_tensor_goes_by_the_name_of_scales_of_blocks_too(tmp_path: Path) -> None:
     folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", STATIC_FP8)
-    arch, plain, dtype = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant"), jnp.dtype("float32")
+    arch, plain, dtype = arch_from_folder(folder), arch_from_folder(folder / "meant"), jnp.dtype("float32")
     stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
     for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
@@ -259,7 +259,7 @@ def test_a_cpu_packs_what_its_kernels_take_without_loss(name: str, row_bits: int
         pytest.skip("the processor has no products of bytes, or there are no kernels")
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96}
     folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain", **sizes), tmp_path / "stored", name)
-    arch, plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    arch, plain = arch_from_folder(folder), arch_from_folder(folder / "meant")
     assert arch.weight_format is not None
     arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", row_bits=row_bits, packs=True))
     dtype = jnp.dtype("float32")
@@ -280,7 +280,7 @@ GROUPS_OF_FOUR_BITS = ("awq", "gptq desc_act", "compressed-tensors int4 asymmetr
 def test_gpus_pack_four_bits_without_loss(name: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
     folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain", **sizes), tmp_path / "stored", name)
-    arch, plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    arch, plain = arch_from_folder(folder), arch_from_folder(folder / "meant")
     kept, dtype = as_kept(arch, jnp.dtype("bfloat16"), "gpu", 1), jnp.dtype("float32")
     stored, meant = load_params(folder, kept, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
     for found, expected in zip(matrices(kept, stored), matrices(plain, meant), strict=True):
@@ -329,7 +329,7 @@ def test_matrices_that_a_checkpoint_excepts_keep_their_numbers(
 ) -> None:
     plain = make_checkpoint(kind, tmp_path / "plain")
     folder = quantize_folder(plain, tmp_path / "stored", name, exceptions=exceptions, excepted=excepted)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
     expected, unquantized = (checkpoint_logits(each, TOKENS) for each in (folder / "meant", plain))
     # A token of a mixture whose experts are nearly level may choose another one.
@@ -360,7 +360,7 @@ def test_whatever_a_checkpoint_has_quantized_besides_is_dequantized(
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= {"ignore": []} if "ignore" in config["quantization_config"] else {}
     (folder / "config.json").write_text(json.dumps(config))
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
     expected = checkpoint_logits(folder / "meant", TOKENS)
     assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
@@ -375,7 +375,7 @@ def test_a_quantized_head_next_to_ties_is_not_the_embedding(name: str, tmp_path:
     config = json.loads(path.read_text())
     config["quantization_config"] |= {"ignore": []} if "ignore" in config["quantization_config"] else {}
     path.write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert not arch.tie_embeddings
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
     expected = checkpoint_logits(folder / "meant", TOKENS)
@@ -385,7 +385,7 @@ def test_a_quantized_head_next_to_ties_is_not_the_embedding(name: str, tmp_path:
 @pytest.mark.parametrize("kind", daily(DELTA_KINDS[::-1], every=3))
 def test_a_hybrid_in_blocks_of_fp8_keeps_all_but_its_gates_as_published(kind: str, tmp_path: Path) -> None:
     folder = hybrid_in_fp8(kind, tmp_path)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     assert arch.weight_format is not None and not any(layer.unquantized for layer in arch.layers)
     arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
@@ -405,7 +405,7 @@ def test_delta_nets_of_olmo_keep_all_but_their_gates_as_published(tmp_path: Path
     plain = make_checkpoint("olmo_hybrid", tmp_path / "plain", **sizes)
     excepted = "|".join(map(re.escape, names))
     folder = quantize_folder(plain, tmp_path / "stored", "compressed-tensors int8", exceptions=names, excepted=excepted)
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert arch.weight_format is not None and not any(layer.unquantized for layer in arch.layers)
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     kept = {path[2:]: param.get_metadata().get("format") for path, param in nnx.to_flat_state(params)}
@@ -436,7 +436,7 @@ def test_layers_of_mamba_keep_all_but_their_time_steps_as_published(
     names = [f"backbone.layers.0.mixer.{each}" for each in ("in_proj", "out_proj") if "nemotron" in kind]
     plain, stored = make_checkpoint(kind, tmp_path / "plain", **sizes), tmp_path / "stored"
     folder = quantize_folder(plain, stored, method, exceptions=names, excepted="|".join(map(re.escape, names)))
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert arch.weight_format is not None
     arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
@@ -463,7 +463,7 @@ def test_short_convolutions_keep_their_products_as_published(
     """Gates of attention, a row for each head, are dequantized."""
     plain = make_checkpoint(kind, tmp_path / "plain", **sizes)
     folder = quantize_folder(plain, tmp_path / "stored", method, also=r"\.w[123]\.weight")
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert arch.weight_format is not None
     arch = replace(arch, weight_format=arch.weight_format.on_cpu("float32", packs=True))
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
@@ -478,7 +478,7 @@ def test_short_convolutions_keep_their_products_as_published(
 def test_gates_that_are_quantized_in_part_are_dequantized(tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_5", tmp_path / "plain")
     folder = quantize_folder(plain, tmp_path / "stored", "fp8 in blocks", excepted="in_proj_a")
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
     np.testing.assert_allclose(logits, checkpoint_logits(folder / "meant", TOKENS), atol=1e-4)
 
@@ -539,7 +539,7 @@ def test_of_two_formats_one_is_kept_and_the_other_dequantized(kind: str, method:
     plain = make_checkpoint(kind, tmp_path / "plain", **sizes)
     in_two_formats(plain, tmp_path / "stored", method)
     folder = tmp_path / "stored"
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert arch.weight_format is not None and arch.weight_format.numbers == "float8_e4m3fn"
     assert all(layer.unquantized == layer.matrices & {"experts"} for layer in arch.layers[1:])
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
@@ -569,7 +569,7 @@ def test_rules_of_gptqmodel_change_modules_numbers_and_the_first_one_counts(tmp_
 
     config = {**FORMATS["gptq"][0], "lm_head": True, "dynamic": {rule: values for rule, values, _ in RULES}}
     folder = quantize_each(plain, tmp_path / "stored", config, form_of)
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert [layer.unquantized for layer in arch.layers] == [*[{"qkv", "o", "down"}] * 2, {"qkv", "o"}]
     assert [{name for name, _ in layer.stored_in} for layer in arch.layers] == [{"down"}, {"down"}, {"qkv", "o"}]
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
@@ -581,7 +581,7 @@ def test_rules_of_gptqmodel_change_modules_numbers_and_the_first_one_counts(tmp_
 def test_experts_in_mxfp4_stay_so_where_kernels_take_them(tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain", moe_intermediate_size=64, intermediate_size=96)
     folder = quantize_folder(plain, tmp_path / "stored", "compressed-tensors mxfp4")
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     assert arch.weight_format is not None
     expected = checkpoint_logits(folder / "meant", TOKENS)
     for packs in (True, False):
@@ -598,7 +598,7 @@ def test_experts_of_int8_in_groups_stay_so_where_kernels_take_them(tmp_path: Pat
         pytest.skip("the processor has no products of bytes, or there are no kernels")
     plain = make_checkpoint("qwen3_moe", tmp_path / "plain", moe_intermediate_size=64, intermediate_size=96)
     folder = quantize_folder(plain, tmp_path / "stored", "gptq 8 bits")
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     assert arch.weight_format is not None
     expected = checkpoint_logits(folder / "meant", TOKENS)
     for row_bits in (8, 16):
@@ -646,7 +646,7 @@ def test_a_quantized_model_that_sees_images_keeps_its_tower(
     """As published: the decoder in FP8, each module of the tower an exception. Else it is dequantized."""
     make_model(tmp_path / "plain", kind)
     folder = quantize_folder(tmp_path / "plain", tmp_path / "stored", name, exceptions=exceptions, excepted=excepted)
-    found, meant = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    found, meant = arch_from_folder(folder), arch_from_folder(folder / "meant")
     assert found.vision == meant.vision and found.weight_format is not None
     assert not any(layer.unquantized for layer in found.layers)
     dtype = jnp.dtype("float32")
@@ -682,7 +682,7 @@ def test_experts_are_served_as_modelopt_lists_them(name_of: str, tmp_path: Path)
     form = MODELOPT_FP4 | {"exclude_modules": ["lm_head", "model.visual*", "*.mlp.gate"]}, fp4
     also = r"experts\.(\w+_proj\.\d+|\d+\.\w+_proj)\.weight"
     folder = quantize_folder(tmp_path / "plain", tmp_path / "stored", form, excepted="visual", also=also)
-    arch = as_stored(ModelArch.from_folder(folder), folder)
+    arch = as_stored(arch_from_folder(folder), folder)
     assert not any("experts" in layer.unquantized for layer in arch.layers)
     logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
     expected = checkpoint_logits(folder / "meant", TOKENS)
@@ -696,7 +696,7 @@ def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path:
     tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"k_proj.*are multiplied at once, but their g_idx differ"):
-        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+        load_params(folder, arch_from_folder(folder), jnp.dtype("float32"), mesh_of())
 
 
 @pytest.mark.parametrize(
@@ -704,7 +704,7 @@ def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path:
 )
 def test_experts_with_a_scale_per_output_stay_quantized(name: str, tmp_path: Path) -> None:
     folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain"), tmp_path / "stored", name)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     experts = params["layers"][arch.num_layers - 1]["mlp"]
     assert experts["gate_up"][...].dtype.itemsize == 1 and experts["gate_up_scale"][...].shape[-1] == 1
@@ -718,7 +718,7 @@ def test_experts_in_groups_are_dequantized_as_they_are_loaded(kind: str, name: s
     plain = make_checkpoint(kind, tmp_path / "plain", **changes)
     folder = quantize_folder(plain, tmp_path / "stored", name)
     dtype = jnp.dtype("float32")
-    arch, of_plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    arch, of_plain = arch_from_folder(folder), arch_from_folder(folder / "meant")
     found = dict(nnx.to_flat_state(load_params(folder, arch, dtype, mesh_of())))
     expected = dict(nnx.to_flat_state(load_params(folder / "meant", of_plain, dtype, mesh_of())))
     num_experts = 0
@@ -745,7 +745,7 @@ def test_outputs_that_are_said_to_share_scales_do(kind: str, tmp_path: Path) -> 
     folder = quantize_folder(
         plain, tmp_path / "stored", form, excepted=r"in_proj_(ba|a|b)\.|weights_proj", also=r"indexer\.w(k|q_b)\."
     )
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     params = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     found = set()

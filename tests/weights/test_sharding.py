@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from safetensors.numpy import load_file
 
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import abstract_model, arch_from_folder
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.assembly import size
@@ -41,7 +41,7 @@ from tests.plain_model import mesh_of, plain_logits
 assert len(jax.devices()) == 4
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 folder = Path(sys.argv[1])
-arch = ModelArch.from_folder(folder)
+arch = arch_from_folder(folder)
 loaded = load_params(folder, arch, jnp.dtype("float32"), mesh_of(4))
 qkv = loaded["layers"][0]["attention"]["qkv"][...]
 assert qkv.addressable_shards[0].data.shape[0] * 4 == qkv.shape[0], qkv.sharding
@@ -66,7 +66,7 @@ def test_four_devices_give_the_logits_of_one(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     assert f"weights: {size(num_bytes)} read" in done.stdout, "each number is read for one device only"
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     random = random_params(arch, jnp.dtype("float32"), mesh_of(), seed=5)
     np.testing.assert_allclose(np.load(folder / "loaded.npy"), checkpoint_logits(folder, TOKENS), atol=1e-5)
     np.testing.assert_allclose(np.load(folder / "random.npy"), plain_logits(arch, random, TOKENS), atol=1e-5)
@@ -79,7 +79,7 @@ def same_structure(one: Any, other: Any) -> bool:
 
 def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
     folder = make_checkpoint("llama_linear_rope_bias", tmp_path)
-    arch = ModelArch.from_folder(folder)
+    arch = arch_from_folder(folder)
     loaded = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
     _, abstract = abstract_model(arch, jnp.dtype("float32"))
     assert same_structure(abstract, loaded)
@@ -91,14 +91,14 @@ def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path))
+    arch = arch_from_folder(make_checkpoint("qwen3", tmp_path))
     with pytest.raises(ConfigError, match=r"4 devices can't share .*: it has 6 query heads and 2 kv heads"):
         check_divisible(arch, AbstractMesh((1, 4), (DATA_AXIS, TENSOR_AXIS)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", daily(CHECKPOINT_KINDS, every=2))
 def test_random_parameters_are_those_of_the_model_and_keep_logits_sane(kind: str, tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint(kind, tmp_path))
+    arch = arch_from_folder(make_checkpoint(kind, tmp_path))
     params = random_params(arch, jnp.dtype("float32"), mesh_of(), seed=0)
     _, abstract = abstract_model(arch, jnp.dtype("float32"))
     assert same_structure(params, abstract)
@@ -109,7 +109,7 @@ def test_random_parameters_are_those_of_the_model_and_keep_logits_sane(kind: str
 
 
 def test_random_parameters_depend_on_the_seed_only(tmp_path: Path) -> None:
-    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path))
+    arch = arch_from_folder(make_checkpoint("qwen3", tmp_path))
     first, again, other = (
         jax.tree.leaves(random_params(arch, jnp.dtype("bfloat16"), mesh_of(), seed)) for seed in (1, 1, 2)
     )

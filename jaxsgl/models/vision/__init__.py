@@ -1,1 +1,1 @@
-"""Vision towers: what turns patches of images into embeddings of tokens. Used by `dense`, `weights` and the engine."""
+"""Vision towers: what turns patches of images into embeddings of tokens. Used by `decoder`, weights and the engine."""

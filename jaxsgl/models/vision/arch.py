@@ -1,7 +1,7 @@
 """The shape of a vision tower, read from the object `vision_config` of a model's config.json.
 
-Owns its numbers and which values are refused. Never knows parameters or images. `models/arch.py` reads it, `tower.py`
-and the engine use it.
+Owns its numbers and which values are refused. Never knows parameters or images. `models/arch_file.py` reads it,
+`tower.py` and the engine use it.
 """
 
 from __future__ import annotations

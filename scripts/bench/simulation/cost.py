@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxsgl.models import DenseMlp, LayerSpec, ModelArch, RopeParams
+from jaxsgl.models import DenseMlp, LayerSpec, ModelArch, RopeParams, arch_from_folder
 
 BYTES_PER_VALUE = 2  # bfloat16
 
@@ -94,7 +94,7 @@ MODELS = {"qwen3-8b": _qwen3(4096, 36, 32, 12_288, False), "qwen3-0.6b": _qwen3(
 
 def arch_of(model: str) -> ModelArch:
     """The shape with this name in `MODELS`, or of a folder with a config.json. Raises `CheckpointError`."""
-    return MODELS[model] if model in MODELS else ModelArch.from_folder(Path(model))
+    return MODELS[model] if model in MODELS else arch_from_folder(Path(model))
 
 
 def num_params(arch: ModelArch) -> tuple[int, int]:

@@ -39,7 +39,7 @@ from jaxsgl.engine.programs import Program as EngineProgram
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_formats import as_kept
-from jaxsgl.models import ModelArch, Params, Precision
+from jaxsgl.models import Params, Precision, arch_from_folder
 from jaxsgl.models.heads import EagleArch, abstract_head, abstract_next_layer
 
 NEXT_LAYERS = ("glm-4.7-flash", "glm-4.5-air")  # over a latent; over keys and values
@@ -69,7 +69,7 @@ def drafting_programs(target: Target, mesh: Mesh, folder: Path, models: Collecti
 
     def smaller_model(model: Served, states: LayerStates) -> Drafting:
         name = SMALLER[model.name]
-        whole = ModelArch.from_folder(write_config(name, folder / name))
+        whole = arch_from_folder(write_config(name, folder / name))
         arch = dataclasses.replace(whole, layers=whole.layers[:COMPILED_LAYERS])
         arch = as_kept(arch, model.dtype, target.engine_platform, mesh.size)
         params = placed_params(arch, model.dtype, mesh)

@@ -23,7 +23,7 @@ from jaxsgl.engine.start.sizing import choose_states
 from jaxsgl.engine.state import DeviceState, abstract_kv
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.tables import neutral_tables
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, abstract_model, arch_from_folder
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, KernelChoice, store_kv
@@ -141,7 +141,7 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
 
     `platform` is "gpu" or "tpu", as the engine names it.
     """
-    bundled = ModelArch.from_folder(BUNDLED_MODEL)
+    bundled = arch_from_folder(BUNDLED_MODEL)
     layers = (dataclasses.replace(bundled.layers[0], mlp=DenseMlp(ffn_size=3072)),) * NUM_LAYERS
     arch = dataclasses.replace(
         bundled, vocab_size=32_000, hidden_size=1024, layers=layers, num_heads=16, num_kv_heads=8, head_dim=128

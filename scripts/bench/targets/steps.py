@@ -38,7 +38,7 @@ from jaxsgl.engine.state import abstract_state
 from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.engine.weight_store import read_arch
-from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
+from jaxsgl.models import ModelArch, Params, abstract_model, arch_from_folder, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp, RecurrentNet
 from jaxsgl.models.lora import adaptable_modules
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
@@ -225,7 +225,7 @@ def served_from(
         config = dataclasses.replace(
             config, dp_size=num_ranks, enable_dp_attention=True, speculation=SpeculationConfig()
         )
-    if mesh.size > 1 and ModelArch.from_folder(home).mixture is not None:
+    if mesh.size > 1 and arch_from_folder(home).mixture is not None:
         config = dataclasses.replace(config, ep=True, vision=VisionConfig(mm_enable_dp_encoder=True))
     arch = read_arch(config, home)
     platform = target.engine_platform

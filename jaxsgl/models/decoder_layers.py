@@ -1,16 +1,20 @@
-"""The decoder: embed, layers, norm, logits. One class for all families; `ModelArch` holds what differs.
+"""The layers of a decoder: a residual stream goes in, and normalized hidden states come out.
 
-Token-flat: all sequences of a step lie one after another on one axis T, and the caller's `Attend` tells them apart. The
-engine merges the model with parameters inside its jitted step. Products are computed in the parameters' dtype, what
-lies between them in `activations`; norms' statistics, rope and logits are float32.
+    read -> mixer ----.  added up with the norm of      .- MLP or experts -- added up with the norm of
+    (norm of x)       '- what reads the stream next ----'                    what the next layer reads
+
+Token-flat: all sequences of a step lie one after another on one axis T, and the caller's `Attend` tells them apart.
+Products are computed in the parameters' dtype, what lies between them in `activations`. Owns the order of blocks and
+what is added to what; parts of layers are in `layers`, `mixers` and `moe`, streams besides one in `streams` and
+`connections`. Never knows tokens or a vocabulary: `decoder` does.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,7 @@ from flax import nnx
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.connections import Connection, LastConnection
 from jaxsgl.models.grouped import GroupedMixer
-from jaxsgl.models.layer_embedding import EmbeddingGate, LayerEmbeddings
+from jaxsgl.models.layer_embedding import EmbeddingGate
 from jaxsgl.models.layer_spec import (
     ChannelDeltaNet,
     DeltaNet,
@@ -35,19 +39,15 @@ from jaxsgl.models.layer_spec import (
 )
 from jaxsgl.models.layers import (
     MLP,
-    Attend,
     Attention,
     LayerRows,
     LayerVectors,
     Norm,
-    Recur,
     Row,
-    no_states,
     norm_dtype,
     vector,
 )
-from jaxsgl.models.lora import ActiveAdapters, LayerAdapters
-from jaxsgl.models.matrix import Matrices, Matrix, Rows, Weights, dequantized, rounds_rows
+from jaxsgl.models.matrix import Matrices, Rows, Weights, rounds_rows
 from jaxsgl.models.mixers import (
     GatedDeltaNet,
     KimiDeltaNet,
@@ -59,84 +59,18 @@ from jaxsgl.models.mixers import (
     ShortConvolution,
 )
 from jaxsgl.models.moe import MoE
-from jaxsgl.models.pooled_nets import ClassNet, DenseNet
-from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeParams, RopeTables, tables_of
+from jaxsgl.models.step_context import StepContext
 from jaxsgl.models.streams import AltUp, Laurel, OneStream, Predicted
-from jaxsgl.models.tensor_parallel import TokensOfRanks, num_parts, part_index, sum_of_parts
-from jaxsgl.models.vision.tower import Tower
+from jaxsgl.models.tensor_parallel import TokensOfRanks
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
-from pallas_kernels.choice import AUTO_CHOICE
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Addend, Finished, Update, centred, multiplied, rms_norm, scale_of, sum_parts
+from pallas_kernels.norm import Addend, Finished, Update, centred, rms_norm, scale_of, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 
-Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 AttentionMixer: TypeAlias = Attention | LatentAttention | GroupedMixer | SharedKeysAttention
 RopeKey: TypeAlias = tuple[RopeParams | None, int]  # a rope, and of how many numbers of a head it is
-
-
-@dataclass(frozen=True)
-class ImageTokens:
-    """What a tower made of images, for the tokens of a step.
-
-    Attributes:
-      rows: `[T, (1 + J) D]`: embeddings, then what is added after each of the first J layers; 0 for other tokens.
-      is_image: `[T]` whether a token is an image's.
-      num_parts: 1 + J.
-    """
-
-    rows: jax.Array
-    is_image: jax.Array
-    num_parts: int
-
-    def part(self, index: int) -> jax.Array:
-        """`[T, D]`: the embeddings (0), or what is added after layer `index` - 1."""
-        size = self.rows.shape[1] // self.num_parts
-        return self.rows[:, index * size : (index + 1) * size]
-
-
-@dataclass(frozen=True)
-class StepContext:
-    """What the layers work with besides tokens and positions, the same for all layers of a step.
-
-    Attributes:
-      attend, recur: called once per layer, in order.
-      is_token: `[T]`, false where a bucket is padded, which costs no expert's weights; None: all are tokens.
-      adapters: those of the tokens; None: there are none.
-      images: take the places of some of the embeddings; None: there are none.
-      kernels: what norms, experts and products with quantized weights run on.
-      mlp_tokens: places for the tokens of all ranks in MLPs; 0: those of all their batches.
-      experts: the chosen experts of each layer are appended here: `[T, k]` int32, `[T, 0]` of a layer without. None:
-        the step doesn't report them.
-      streams: by the index of a layer, each item becomes the residual stream `[T, D]` before that layer, or after the
-        last one.
-    """
-
-    attend: Attend
-    recur: Recur = no_states
-    is_token: jax.Array | None = None
-    adapters: ActiveAdapters | None = None
-    images: ImageTokens | None = None
-    kernels: KernelChoice = AUTO_CHOICE
-    mlp_tokens: int = 0
-    experts: list[jax.Array] | None = None
-    streams: dict[int, Any] = field(default_factory=dict)
-
-    def adapters_of(self, layer: int) -> LayerAdapters | None:
-        """The adapters of one layer; None: there are none."""
-        return None if self.adapters is None else self.adapters.of_layer(layer)
-
-    def note_stream(self, index: int, x_TD: jax.Array) -> None:
-        """Keeps the residual stream before layer `index`, if it is asked for."""
-        if index in self.streams:
-            self.streams[index] = x_TD
-
-    def note_no_experts(self, num_tokens: int) -> None:
-        """Keeps that a layer has no experts to choose from, if that is asked for."""
-        if self.experts is not None:
-            self.experts.append(jnp.zeros((num_tokens, 0), jnp.int32))
 
 
 @dataclass(frozen=True)
@@ -554,163 +488,3 @@ def _restarted(read_TD: Rows) -> jax.Array:
     """The residual stream that goes on from what a norm made, without its mean, as norms expect it."""
     assert isinstance(read_TD, jax.Array), "streams go on from rows as they are"
     return centred(read_TD, read_TD.dtype)
-
-
-class Decoder(DecoderLayers):
-    """A decoder-only language model."""
-
-    def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
-        super().__init__(arch, dtype, activations)
-        v, d = arch.vocab_rows, arch.hidden_size
-        fmt = None if arch.weight_format is None else arch.weight_format.of_vocabulary
-        if arch.has_embedding:
-            self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
-        if arch.num_positions and arch.stage.is_first:
-            self.declare("positions", (arch.num_positions, d), (None, None), dtype, None, fan_in=d)
-        self.layer_embeddings = LayerEmbeddings(arch, dtype, activations) if arch.embedding_size else None
-        num_types = 0 if arch.encoder is None else arch.encoder.num_types
-        self.types = vector((num_types, d), (None, None), dtype, mean=0.0) if num_types else None
-        makes_embeddings = arch.pooling is not None and arch.pooling.dense and arch.head != "labels"
-        self.dense_net = DenseNet(arch.folder_pooling.dense, dtype) if makes_embeddings else None
-        self.class_net = ClassNet(arch, dtype) if arch.head == "labels" and arch.encoder is not None else None
-        if arch.head == "labels" and self.class_net is None:
-            self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
-        elif arch.head == "vocabulary" and not arch.tie_embeddings:
-            self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
-        has_bias = arch.head_bias and arch.head == "vocabulary"
-        self.head_bias = vector((v,), ("vocab",), dtype, mean=0.0) if has_bias else None
-        has_tower = arch.vision is not None and arch.vision.has_tower
-        self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
-
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, context: StepContext) -> jax.Array:
-        """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
-
-        Between two pipeline stages it is the residual stream `[T, D]`: what a stage but the last one returns, and what
-        the next one takes in the place of `token_ids`. Ids outside the vocabulary are clipped to it.
-        """
-        images = context.images
-        x_TD = self._embed(token_ids, positions) if self.arch.stage.is_first else token_ids
-        if images is not None:
-            x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
-        of_layers = None
-        if self.layer_embeddings is not None:
-            of_layers = self.layer_embeddings(self._as_text(token_ids, images), x_TD, self._rows)
-        return self.run(x_TD, positions, context, of_layers, token_ids)
-
-    def embedded(self, token_ids: jax.Array) -> jax.Array:
-        """The rows of the embedding `[T, D]`, without the factor that some models have."""
-        return self._rows(self.matrix("embedding"), token_ids)
-
-    def _embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """What goes into the residual stream `[T, D]`: embeddings, with those of positions if the model has such."""
-        rows_TD = self._scaled_rows(token_ids)
-        if self.arch.normalizes_embedding:
-            rows_TD = rms_norm(rows_TD, jnp.ones(rows_TD.shape[1:], rows_TD.dtype), self.arch.rms_norm_eps)
-        if self.arch.num_positions:
-            table = self.matrix("positions")
-            assert isinstance(table, jax.Array), "tables of positions aren't quantized"
-            added_TD = table.at[positions + self.arch.rows_before_positions].get(mode="clip")
-            rows_TD = rows_TD.astype(jnp.float32) + added_TD.astype(jnp.float32)
-        if self.types is not None:
-            rows_TD = rows_TD.astype(jnp.float32) + self._rows_of_types(token_ids, positions)
-        return centred(rows_TD, self.activations) if self.arch.centred else rows_TD.astype(self.activations)
-
-    def _rows_of_types(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """The embeddings `[T, D]` or `[D]` float32 of the tokens' types, of prompts that are in the step whole."""
-        assert self.types is not None and self.arch.encoder is not None
-        table, after = self.types[...].astype(jnp.float32), self.arch.encoder.second_after
-        if after is None:
-            return table[0]
-        ends = token_ids == after
-        before = jnp.cumsum(ends) - ends
-        places = jnp.arange(len(token_ids))
-        is_second = before > before[jnp.maximum(places - positions, 0)]
-        return table[is_second.astype(jnp.int32)]
-
-    def _scaled_rows(self, token_ids: jax.Array) -> jax.Array:
-        """Embeddings `[T, D]`; their factor is rounded to the weights' dtype where the model was trained so."""
-        embedding = self.matrix("embedding")
-        rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
-        scale = self.arch.embedding_scale
-        if scale is None:
-            return rows_TD
-        if self.arch.rounds_embedding_scale:
-            return rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
-        return multiplied(rows_TD, scale)
-
-    def _as_text(self, token_ids: jax.Array, images: ImageTokens | None) -> jax.Array:
-        """The ids `[T]`, of which those of images stand for nothing."""
-        if images is None or self.arch.vision is None:
-            return token_ids
-        return jnp.where(images.is_image, self.arch.vision.pad_token_id, token_ids)
-
-    def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
-        """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""
-        if num_parts() > 1:
-            token_ids = jnp.clip(token_ids, 0, self.arch.vocab_size - 1)
-            token_ids, is_here = _of_this_part(token_ids, matrix.shape[0])
-        if isinstance(matrix, Matrix):
-            rows_TD = dequantized(matrix.rows(token_ids), self.activations)
-        else:
-            rows_TD = matrix.at[token_ids].get(mode="clip").astype(self.activations)
-        if num_parts() > 1:
-            rows_TD = sum_of_parts(jnp.where(is_here[:, None], rows_TD, jnp.zeros_like(rows_TD)))
-        return rows_TD
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary.
-
-        Those of padding after the vocabulary are -inf.
-        """
-        logits = product(hidden, self._head(), jnp.float32)
-        if self.head_bias is not None:
-            logits = logits + self.head_bias[...].astype(jnp.float32)
-        logits = self._capped(logits)
-        if self.arch.vocab_padding:
-            first = part_index() * logits.shape[-1]
-            is_token = first + jnp.arange(logits.shape[-1]) < self.arch.vocab_size
-            logits = jnp.where(is_token, logits, -jnp.inf)
-        return logits
-
-    def logits_of(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
-        """Logits `[R, L]` float32 of the tokens `[R, L]` alone, for `hidden [R, D]`: reads these rows of the head."""
-        rows_RLD = self._rows(self._head(), token_ids.reshape(-1)).reshape(*token_ids.shape, -1)
-        logits = jnp.einsum("rd,rld->rl", hidden, rows_RLD, precision="highest", preferred_element_type=jnp.float32)
-        if self.head_bias is not None:
-            biases = self._rows(self.head_bias[...][:, None], token_ids.reshape(-1))
-            logits = logits + biases.reshape(token_ids.shape).astype(jnp.float32)
-        return self._capped(logits)
-
-    def class_logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits `[R, C]` float32 of the classes of a classification head."""
-        if self.class_net is not None:
-            return self.class_net(hidden)
-        return product(hidden, self.matrix("score"), jnp.float32)
-
-    def _head(self) -> Weights:
-        return self.matrix("embedding" if self.arch.tie_embeddings else "lm_head")
-
-    def _capped(self, logits: jax.Array) -> jax.Array:
-        cap, divisor = self.arch.logits_cap, self.arch.logits_divisor
-        if divisor is not None:
-            logits = logits / divisor
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The rows of ids `[T]` in this device's part of the vocabulary, and whether they are in it."""
-    rows = token_ids - part_index() * num_rows
-    return rows, (rows >= 0) & (rows < num_rows)
-
-
-def abstract_model(
-    arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype | None = None
-) -> tuple[nnx.GraphDef[Decoder], Params]:
-    """The model's structure, and its parameters as shapes in `dtype`; allocates nothing.
-
-    `activations` is the dtype of what lies between products (default: `dtype`). Merge the structure with parameters
-    from `weights` inside a jitted function: `nnx.merge(graphdef, params)`. Each abstract parameter carries its logical
-    `axes` and its initial `mean` and `std` as metadata.
-    """
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(arch, dtype, activations or dtype)))
-    return graphdef, params
