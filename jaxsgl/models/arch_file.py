@@ -415,8 +415,11 @@ def _with_end_of_tokenizer(arch: ModelArch, folder: Path) -> ModelArch:
 
 
 def _with_types(arch: ModelArch, folder: Path) -> ModelArch:
-    """`arch`, whose tokens are of the second type after the tokenizer's token between two texts, if it has two."""
-    if arch.encoder is None or arch.encoder.num_types < 2:
+    """`arch`, whose tokens are of the second type after the tokenizer's token between two texts, if it has two.
+
+    A model without a classification head is asked for one text, which may have that token in it, as SPECTER's do.
+    """
+    if arch.encoder is None or arch.encoder.num_types < 2 or arch.head != "labels":
         return arch
     after = read_second_after(folder, arch.vocab_size)
     return replace(arch, encoder=replace(arch.encoder, second_after=after))

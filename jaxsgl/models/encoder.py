@@ -39,7 +39,7 @@ class Encoder:
 
 
 def read_second_after(folder: Path, vocab_size: int) -> int | None:
-    """`Encoder.second_after` of a model with two types: the token between two texts, if the tokenizer tells types.
+    """`Encoder.second_after` of a model of pairs with two types: the token between texts, if the tokenizer tells types.
 
     As in transformers, BERT's own tokenizers do, and others if `model_input_names` says so.
     """
