@@ -4,7 +4,7 @@
     2_Dense/config.json                 sizes and activation of a matrix, which is in model.safetensors next to it
     1_Pooling/config.json               last token or mean (the folder's name is in modules.json)
     config_sentence_transformers.json   what scores go through; to what length embeddings are cut
-    sentence_bert_config.json           whether the template of a pair begins an answer
+    sentence_bert_config.json           tokens of a text; whether the template of a pair begins an answer
     config.json                         labels of a classification head; whether embeddings may be cut
 
 A folder without these files is pooled at its last token and normalized, as vLLM and SGLang do. Owns these files' keys;
@@ -66,13 +66,14 @@ def read_pooling(
         raise CheckpointError(f"{folder}: Dense modules after the mean of a decoder's states are not supported")
     dimension = dense[-1].num_outputs if dense else hidden_size
     cut_to = min(settings.count("truncate_dim", dimension), dimension)
+    transformer = _of_transformer(modules.get("Transformer", folder))
     return PoolingSpec(
         kind=kind,
         sees_whole=of_encoder is not None,
         dimension=dimension,
         dense=dense,
         normalize=not modules or "Normalize" in modules,
-        begins_answer=_begins_answer(modules.get("Transformer", folder)),
+        begins_answer=_begins_answer(transformer),
         default_dimensions=None if cut_to == dimension else cut_to,
         matryoshka=bool(config.get("is_matryoshka")) or bool(sizes) or cut_to != dimension,
         dimensions=sizes,
@@ -80,6 +81,7 @@ def read_pooling(
         activation=_activation(config, settings, len(labels)),
         made_for_it=pools is not None or scores is not None or bool(labels),
         answer_ids=() if scores is None else _answer_ids(ConfigFile(scores / "config.json")),
+        max_tokens=None if transformer.get("max_seq_length") is None else transformer.count("max_seq_length"),
     )
 
 
@@ -146,9 +148,14 @@ def _settings(folder: Path) -> ConfigFile:
     return settings
 
 
-def _begins_answer(folder: Path) -> bool:
+def _of_transformer(folder: Path) -> ConfigFile:
+    """What the transformer's own module says; empty for any other model."""
     path = folder / TRANSFORMER_FILE
-    told = ConfigFile(path, None if path.is_file() else {}).get("processing_kwargs")
+    return ConfigFile(path, None if path.is_file() else {})
+
+
+def _begins_answer(transformer: ConfigFile) -> bool:
+    told = transformer.get("processing_kwargs")
     of_template = told.get("chat_template") if isinstance(told, dict) else None
     return isinstance(of_template, dict) and bool(of_template.get("add_generation_prompt"))
 

@@ -53,6 +53,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
       begins_answer: prompts that the model's own template makes of a pair end where the assistant's turn begins.
       default_dimensions: numbers of an embedding where a request doesn't say; None: all.
       sees_whole: each token sees the whole prompt, which is computed in one step and shares no prefix.
+      max_tokens: tokens of a prompt, if the folder says that it was made for fewer than its context holds.
     """
 
     kind: PoolingKind = "last"
@@ -69,6 +70,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     default_dimensions: int | None = None
     sees_whole: bool = False
     dense: tuple[DenseModule, ...] = ()
+    max_tokens: int | None = None
 
 
 LAST_TOKEN = PoolingSpec()

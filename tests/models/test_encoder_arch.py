@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from jaxsgl.models import arch_from_folder
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.start.sizing import choose_context_length
+from jaxsgl.models import ModelArch, arch_from_folder
+from jaxsgl.models.arch import serve_as
 
 BERT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -27,3 +31,13 @@ def test_tokens_after_a_separator_are_of_the_second_type_where_pairs_are_taken_a
     for architecture, after in (("BertForSequenceClassification", 3), ("BertModel", None), ("BertForMaskedLM", None)):
         encoder = read(tmp_path, architecture).encoder
         assert encoder is not None and encoder.second_after == after
+
+
+def test_texts_are_as_long_as_sentence_transformers_takes_them_unless_the_flag_says_more(tmp_path: Path) -> None:
+    """all-MiniLM has 512 positions, and embeds the first 256 tokens of a text."""
+    for told, found in ((None, 512), (256, 256), (1024, 512)):
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": told}))
+        arch = serve_as(read(tmp_path, "BertModel"), is_embedding=False, enable_embeddings=False, matryoshka=False)
+        assert choose_context_length(EngineConfig(), arch) == found
+        assert choose_context_length(EngineConfig(context_length=500), arch) == 500
+        assert choose_context_length(EngineConfig(), replace(arch, generates=True)) == 512

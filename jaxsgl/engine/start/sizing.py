@@ -358,10 +358,13 @@ def _check_whole_images(config: EngineConfig, image_tokens: int, max_extend_toke
 
 
 def choose_context_length(config: EngineConfig, arch: ModelArch) -> int:
-    """The most tokens of one request. Raises `ConfigError` if the flag asks for more than the model was made for."""
+    """The most tokens of one request: without the flag those that the model's folder says, of a model for embeddings
+    alone those of its texts. Raises `ConfigError` if the flag asks for more than the model was made for.
+    """
     asked = config.context_length
     if asked is None:
-        return arch.max_context
+        of_texts = None if arch.generates or arch.pooling is None else arch.pooling.max_tokens
+        return arch.max_context if of_texts is None else min(of_texts, arch.max_context)
     if asked > arch.max_context:
         raise ConfigError(
             f"--context-length is {asked}, but the model was made for {arch.max_context} tokens: lower it to that"
