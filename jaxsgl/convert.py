@@ -20,6 +20,7 @@ import jax
 from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.models import ModelArch, arch_from_folder
+from jaxsgl.models.arch import serve_as
 from jaxsgl.weights import (
     as_stored,
     is_converted,
@@ -42,7 +43,9 @@ def convert(model: str, output: Path, dtype: str, revision: str | None = None) -
     folder = resolve_model_folder(model, revision)
     if is_converted(folder):
         raise ConfigError(f"{folder} is converted already: --model takes it as it is")
+    # A model made for embeddings has the parameters of one that is served without flags.
     arch = as_stored(arch_from_folder(folder), folder)
+    arch = serve_as(arch, is_embedding=False, enable_embeddings=False, matryoshka=False)
     make_output(output)  # before minutes of reading
     mesh = make_mesh(jax.devices()[: num_shards(arch)])
     params = load_params(folder, arch, jax.numpy.dtype(arch.dtype if dtype == "auto" else dtype), mesh)

@@ -21,8 +21,10 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.convert import convert as convert_folder
 from jaxsgl.convert import main as convert_command
+from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.models import arch_from_folder
@@ -130,6 +132,34 @@ def test_another_dtype_is_converted_as_it_is_restored(pair: tuple[Path, Path]) -
     ):
         assert restored.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(restored), np.asarray(loaded))
+
+
+def test_a_converted_model_makes_embeddings_as_folders_of_sentence_transformers_say(tmp_path: Path) -> None:
+    """With a matrix after the pooling, and without the head that such folders lack, though config.json has one."""
+    original, converted = tmp_path / "original", tmp_path / "converted"
+    make_checkpoint("qwen3", original)
+    tensors = load_file(original / "model.safetensors")
+    config = read_object(original / "config.json")
+    (original / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    save_file(
+        {name: each for name, each in tensors.items() if name != "lm_head.weight"}, original / "model.safetensors"
+    )
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    listed = [{"type": f"models.{kind}", "path": path} for path, kind in kinds.items()]
+    (original / "modules.json").write_text(json.dumps(listed))
+    size = config["hidden_size"]
+    for path, told in (
+        ("1_Pooling", {"pooling_mode": "lasttoken"}),
+        ("2_Dense", {"in_features": size, "out_features": 3, "bias": False}),
+    ):
+        (original / path).mkdir()
+        (original / path / "config.json").write_text(json.dumps(told))
+    save_file({"linear.weight": np.ones((3, size), np.float32)}, original / "2_Dense" / "model.safetensors")
+    convert_folder(str(original), converted, "float32")
+    archs = [read_arch(EngineConfig(), folder) for folder in (original, converted)]
+    assert archs[0] == archs[1]
+    params = load_params(converted, archs[1], FLOAT32, mesh_of())
+    assert "lm_head" not in params and params["dense_net"]["matrix_0"][...].shape == (3, size)
 
 
 @pytest.mark.parametrize("name", daily(["gptq desc_act", "awq", "fp8 in blocks", "compressed-tensors int8"], every=2))
