@@ -249,7 +249,9 @@ def _listed_files(folder: Path) -> list[Path]:
         found = sorted(folder.glob("*.safetensors"))
         if not found:
             raise CheckpointError(
-                f"{folder} has no *.safetensors files; other weight formats but GGUF are not supported"
+                f"{folder} has no *.safetensors files; other weight formats but GGUF are not supported: save a model "
+                "of *.bin or *.pt files, which are pickles, anew with transformers' save_pretrained, or give a "
+                "--revision of the hub's that has it in safetensors"
             )
         return found
     try:
