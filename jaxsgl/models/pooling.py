@@ -5,6 +5,7 @@
     1_Pooling/config.json               last token or mean (the folder's name is in modules.json)
     config_sentence_transformers.json   what scores go through; to what length embeddings are cut
     sentence_bert_config.json           tokens of a text; whether the template of a pair begins an answer
+    tokenizer_config.json               tokens of a text, of an encoder
     config.json                         labels of a classification head; whether embeddings may be cut
 
 A folder without these files is pooled at its last token and normalized, as vLLM and SGLang do. Owns these files' keys;
@@ -22,6 +23,7 @@ import msgspec
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.models.end_tokens import TOKENIZER_CONFIG
 from jaxsgl.requests.outputs import Activation, DenseModule, PoolingKind, PoolingSpec
 
 MODULES_FILE = "modules.json"
@@ -38,6 +40,7 @@ _ACTIVATIONS: dict[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "none",
 _DENSE = "Dense"
 _KNOWN_MODULES = ("Transformer", "Pooling", _DENSE, "Normalize", "LogitScore")
 MAX_DENSE = 4
+_UNLIMITED = 2**31  # tokenizers without a limit say 10**30
 _OF_DENSE: dict[str, Literal["none", "tanh"]] = {"Identity": "none", "Tanh": "tanh"}  # PyTorch's classes
 
 logger = logging.getLogger(__name__)
@@ -81,7 +84,7 @@ def read_pooling(
         activation=_activation(config, settings, len(labels)),
         made_for_it=pools is not None or scores is not None or bool(labels),
         answer_ids=() if scores is None else _answer_ids(ConfigFile(scores / "config.json")),
-        max_tokens=None if transformer.get("max_seq_length") is None else transformer.count("max_seq_length"),
+        max_tokens=_max_tokens(transformer, folder, is_encoder=of_encoder is not None),
     )
 
 
@@ -152,6 +155,15 @@ def _of_transformer(folder: Path) -> ConfigFile:
     """What the transformer's own module says; empty for any other model."""
     path = folder / TRANSFORMER_FILE
     return ConfigFile(path, None if path.is_file() else {})
+
+
+def _max_tokens(transformer: ConfigFile, folder: Path, *, is_encoder: bool) -> int | None:
+    """What sentence-transformers cuts texts to: since its release 6 its folders say it of the tokenizer."""
+    path = folder / TOKENIZER_CONFIG
+    told = transformer.get("max_seq_length")
+    if told is None and is_encoder and path.is_file():
+        told = ConfigFile(path).get("model_max_length")
+    return told if isinstance(told, int) and 0 < told < _UNLIMITED else None
 
 
 def _begins_answer(transformer: ConfigFile) -> bool:

@@ -17,11 +17,18 @@ BERT = {
 }  # fmt: skip
 
 
-def read(folder: Path, architecture: str) -> ModelArch:
+def read(folder: Path, architecture: str, longest: int = 10**30) -> ModelArch:
     (folder / "config.json").write_text(json.dumps(BERT | {"architectures": [architecture]}))
     added = {"3": {"content": "[SEP]"}}
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "BertTokenizer", "sep_token": "[SEP]", "added_tokens_decoder": added})
+        json.dumps(
+            {
+                "tokenizer_class": "BertTokenizer",
+                "sep_token": "[SEP]",
+                "added_tokens_decoder": added,
+                "model_max_length": longest,
+            }
+        )
     )
     return arch_from_folder(folder)
 
@@ -34,10 +41,11 @@ def test_tokens_after_a_separator_are_of_the_second_type_where_pairs_are_taken_a
 
 
 def test_texts_are_as_long_as_sentence_transformers_takes_them_unless_the_flag_says_more(tmp_path: Path) -> None:
-    """all-MiniLM has 512 positions, and embeds the first 256 tokens of a text."""
-    for told, found in ((None, 512), (256, 256), (1024, 512)):
+    """all-MiniLM has 512 positions, and embeds the first 256 tokens; in new folders the tokenizer says so."""
+    for told, longest, found in ((None, 10**30, 512), (256, 512, 256), (1024, 512, 512), (None, 128, 128)):
         (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": told}))
-        arch = serve_as(read(tmp_path, "BertModel"), is_embedding=False, enable_embeddings=False, matryoshka=False)
+        arch = read(tmp_path, "BertModel", longest)
+        arch = serve_as(arch, is_embedding=False, enable_embeddings=False, matryoshka=False)
         assert choose_context_length(EngineConfig(), arch) == found
         assert choose_context_length(EngineConfig(context_length=500), arch) == 500
         assert choose_context_length(EngineConfig(), replace(arch, generates=True)) == 512
