@@ -100,6 +100,12 @@ def dense_folders(folder: Path) -> tuple[Path, ...]:
     return tuple(path for kind, path in _modules(folder) if kind == _DENSE)
 
 
+def module_folders(folder: Path) -> tuple[Path, ...]:
+    """The folders within `folder` that say in JSON files how it pools; () for a model that says it nowhere."""
+    told = dict.fromkeys([*(path for _, path in _modules(folder)), folder / _DEFAULT_FOLDER])
+    return tuple(path for path in told if path.is_dir() and path.parent == folder and path.name != "..")
+
+
 def _read_dense(folder: Path, hidden_size: int) -> tuple[DenseModule, ...]:
     modules: list[DenseModule] = []
     for path in dense_folders(folder):

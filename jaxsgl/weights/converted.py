@@ -31,6 +31,7 @@ from safetensors.numpy import save
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.matrix import part_name, without_zeros
+from jaxsgl.models.pooling import module_folders
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights.assembly import size
@@ -105,6 +106,10 @@ def _write(source: Path, folder: Path, params: Params) -> None:
         for path in source.glob(pattern):
             if not path.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(path, folder / path.name)
+    for module in module_folders(source):
+        (folder / module.name).mkdir()
+        for path in module.glob("*.json"):
+            shutil.copyfile(path, folder / module.name / path.name)
     tensors = open_tensors(source)
     scales = {name: tensors.scale(name) for name in tensors.names() if kv_scale_of(name) is not None}
     (folder / KV_SCALES).write_bytes(save(scales))
