@@ -56,7 +56,7 @@ import sys
 from pathlib import Path
 import numpy as np, jax, jax.numpy as jnp
 from flax import nnx
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.weights import load_params
 from tests.plain_model import mesh_of, plain_logits
 original, converted = map(Path, sys.argv[1:])

@@ -34,7 +34,7 @@ ON_FOUR_DEVICES = """
 import logging, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
-from jaxsgl.models import ModelArch
+from jaxsgl.models import arch_from_folder
 from jaxsgl.weights import load_params, random_params
 from tests.plain_model import mesh_of, plain_logits
 
