@@ -316,12 +316,15 @@ def test_a_folder_says_to_what_length_its_embeddings_are_cut(
         ({"pooling_mode_cls_token": True}, MODULES, "pooling cls is not supported for a causal decoder"),
         ({"pooling_mode": ["mean", "max"]}, MODULES, "pooling mean and max is not supported"),
         ({"pooling_mode": "mean", "include_prompt": False}, MODULES, "include_prompt is false"),
-        ({"pooling_mode": "mean"}, (*MODULES, "Dense"), "a module Dense, which is not supported"),
+        ({"pooling_mode": "mean"}, (*MODULES, "CNN"), "a module CNN, which is not supported"),
+        ({"pooling_mode": "mean"}, (*MODULES, "Dense"), "Dense modules after the mean of a decoder's states"),
     ],
 )
 def test_pooling_that_a_decoder_cannot_do_is_refused_by_name(
     decoder: Path, tmp_path: Path, pooling: dict[str, Any], modules: tuple[str, ...], words: str
 ) -> None:
     folder = sentence_folder(decoder, tmp_path, pooling, modules)
+    for path in folder.glob("*_Dense"):
+        (path / "config.json").write_text(json.dumps({"in_features": 64, "out_features": 8}))
     with pytest.raises(CheckpointError, match=words):
         arch_from_folder(folder)
