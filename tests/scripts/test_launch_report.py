@@ -2,8 +2,11 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from bench.targets import compile_for
 from bench.targets.hlo import Launch, launches, num_bytes
 from bench.targets.launch_report import Layers, last_layers, launch_report
 from bench.targets.thunks import read
@@ -413,3 +416,14 @@ def test_the_body_of_a_loop_is_a_command_buffer_of_its_own_if_its_turns_are_know
     report = launch_report(HLO.replace("known_trip_count", f"{turns}_trip_count"), tmp_path, (), None)
     assert report["problems"] == problems
     assert report["command_buffers"] == 2
+
+
+def test_a_step_whose_layers_cannot_be_told_apart_has_a_problem_and_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*_: object) -> dict[str, Any]:
+        raise ValueError("3 attention kernels in 4 layers")
+
+    monkeypatch.setattr(compile_for, "_launches", fails)
+    program: Any = SimpleNamespace(steps=("p",), facts={})
+    assert compile_for._reported(program, "", tmp_path) == {"problems": ["launches: 3 attention kernels in 4 layers"]}

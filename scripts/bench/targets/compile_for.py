@@ -142,11 +142,21 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
     if target.platform == "cuda":
         problems += _spills(kernels) if program.backend == "any" else _code_problems(program, kernels)
     if program.is_step:
-        result |= {"steps": program.steps, "facts": program.facts}
-        result["launches"] = report = _launches(program, text, mine)
-        problems += report.pop("problems")
+        reported = _reported(program, text, mine)
+        problems += reported.pop("problems")
+        result |= reported
     shutil.rmtree(mine)
     return result | {"problems": problems}
+
+
+def _reported(program: Program, text: str, dumps: Path) -> dict[str, Any]:
+    """What is known of a step's launches; a step whose layers can't be told apart has a problem instead of them."""
+    try:
+        report = _launches(program, text, dumps)
+    except ValueError as error:
+        return {"problems": [f"launches: {error}"]}
+    problems = report.pop("problems")
+    return {"steps": program.steps, "facts": program.facts, "launches": report, "problems": problems}
 
 
 def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
