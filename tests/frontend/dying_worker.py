@@ -10,6 +10,7 @@ import time
 channel = socket.socket(fileno=int(sys.argv[1]))
 match os.environ["WORKER_DOES"]:
     case "fail":
+        channel.recv(1 << 16)  # as a real one does: what the parent writes to a closed end would cut off the answer
         channel.send(b'{"type":"start_failed","message":"no such tokenizer"}\n')
     case "die at start":
         pass
