@@ -340,8 +340,8 @@ TOWERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _PIXELS = PixelSettings(256, 256, tuple(OPENAI_CLIP_MEAN), tuple(OPENAI_CLIP_STD))
 _NEXT_SETTINGS = ProcessorSettings(
-    4, 1, 1, _PIXELS, _PIXELS, IMAGE, -1, -1, -1, fixed_side=16,
-    resolutions=tuple((height, width) for height, width in RESOLUTIONS), takes_pixels=False,
+    4, 1, _PIXELS, _PIXELS, IMAGE, fixed_side=16,
+    resolutions=tuple((height, width) for height, width in RESOLUTIONS),
 )  # fmt: skip
 JOINED_SETTINGS = dict.fromkeys(WITH_JOINED, _NEXT_SETTINGS) | {
     "llava_onevision": replace(_NEXT_SETTINGS, most_tiles=2, several_whole=True)

@@ -39,7 +39,7 @@ from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.tracing import tracer_of
 from jaxsgl.frontend.workers.parent import Workers
 from jaxsgl.messages.replies import EngineInfo
-from jaxsgl.preprocess.settings import load_settings
+from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.sandbox import SandboxCrash
 from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, is_gguf, load_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.settings import load_settings
+from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.preprocess.sources import Budget, File, ImageFile, VideoFile, data_of
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn

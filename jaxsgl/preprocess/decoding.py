@@ -223,7 +223,7 @@ def make(_: bytes) -> Callable[[bytes], bytes]:
         return msgspec.msgpack.encode(_Reply(visuals, time.process_time()))
 
     pixels = PixelSettings(1, 1 << 20, (0.5,) * 3, (0.5,) * 3)
-    settings = ProcessorSettings(16, 2, 2, pixels, pixels, 0, 0, 0, 0)
+    settings = ProcessorSettings(16, 2, pixels, pixels, image_token_id=0, temporal_patch_size=2)
     one = [_File(False, False, [0])]
     for kind in FORMATS:  # what libraries do at their first use is done before all children
         with io.BytesIO() as file:

@@ -26,7 +26,7 @@ from jaxsgl.frontend.media.loader import MediaLoader
 from jaxsgl.messages.orders import ToMailbox
 from jaxsgl.messages.replies import EngineInfo, Load, Replies, Reply
 from jaxsgl.preprocess.decoding import media_sandbox
-from jaxsgl.preprocess.settings import load_settings
+from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer

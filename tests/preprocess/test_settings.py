@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.preprocess.settings import PixelSettings, TileWords, load_settings
+from jaxsgl.preprocess.processors import load_settings
+from jaxsgl.preprocess.settings import PixelSettings, TileWords
 from tests.preprocess.pictures import (
     CLIP,
     CROPPED,
