@@ -217,7 +217,7 @@ def _decoder_of(whole: ConfigFile, name: str, family: Family) -> ConfigFile:
     Raises `CheckpointError` for a form of the family that isn't built.
     """
     config = _section_of(whole, name, family)
-    config.defaults, config.keys = family.defaults, family.keys
+    config.defaults, config.keys, config.older_keys = family.defaults, family.keys, family.older_keys
     _refuse_unbuilt(config, family)
     return config
 

@@ -46,6 +46,7 @@ class ConfigFile:
         self.path = path
         self.defaults: Mapping[str, Any] = {}
         self.keys: Mapping[str, str] = {}  # what the file calls keys that it doesn't call as readers do
+        self.older_keys: Mapping[str, str] = {}  # what it may call keys instead
         self.values: Mapping[str, Any] = read_object(path) if values is None else values
         self._within = within
         self._asked: set[str] = set()
@@ -60,7 +61,8 @@ class ConfigFile:
 
     def told_as(self, key: str) -> str:
         """What the file calls the key."""
-        return self.keys.get(key, key)
+        own, older = self.keys.get(key, key), self.older_keys.get(key, key)
+        return older if older in self.values and own not in self.values else own
 
     def skip(self, *keys: str) -> None:
         """Takes keys for asked: next to the other values they mean nothing, to the family's own code either."""

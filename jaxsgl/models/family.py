@@ -350,6 +350,7 @@ class Family:
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`); None: it
         doesn't, or the tower is left out.
       keys: what keys are called, if not as in Llama, by their names there.
+      older_keys: what folders from before transformers knew the family call keys, by their names now.
       required: what keys must say, where they are there, since nothing else is built; a text is another key, with whose
         value it must agree.
       defaults: values of keys that config.json may leave out, as it calls them.
@@ -446,6 +447,7 @@ class Family:
     vision: VisionFamily | None = None
     encoder: EncoderFamily | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
+    older_keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, bool | float | str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

@@ -375,6 +375,7 @@ def _proportional(told: _Stretch, plain: RopeParams) -> RopeParams:
 
 
 _KINDS: dict[str, Callable[[_Stretch, RopeParams], Any]] = {
-    "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "su": _longrope,
+    "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "deepseek_yarn": _yarn,
+    "longrope": _longrope, "su": _longrope,
     "dynamic": _dynamic, "proportional": _proportional, "mrope": _default,
 }  # fmt: skip

@@ -133,7 +133,33 @@ _DEEPSEEK_V4 = (
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
 )
-_OF_DEEPSEEK_V4 = ".attn.wq_a.weight"  # how names end that show it
+# EXAONE 3's, and Ling's and Sarvam's.
+_EXAONE = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.h\.", "model.layers."),
+    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.attention\.", ".self_attn."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
+    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
+_BAILING = (
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.attention\.query_key_value\.", ".self_attn.qkv_proj."),
+    (r"\.attention\.dense\.", ".self_attn.o_proj."),
+    (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
+    (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
+    (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
+)
+# By how names end that show them.
+_WORDS_BY_PATTERNS = {
+    ".attn.wq_a.weight": _DEEPSEEK_V4,
+    ".mlp.c_fc_0.weight": _EXAONE,
+    "model.word_embeddings.weight": _BAILING,
+}
 
 _HEADS = ("lm_head.", "score.")
 _OF_LAYER = re.compile(r"model\.layers\.\d+\.")
@@ -196,9 +222,9 @@ def _of_half(name: str) -> str:
     return name
 
 
-def _in_deepseek_v4(name: str) -> str:
+def _by_patterns(name: str, words: Iterable[tuple[str, str]]) -> str:
     if not name.startswith("mtp."):
-        for pattern, recipes in _DEEPSEEK_V4:
+        for pattern, recipes in words:
             name = re.sub(pattern, recipes, name)
     return name
 
@@ -208,12 +234,13 @@ def _of_decoder(stored: list[str]) -> dict[str, str]:
         return of_encoder
     if any(name.startswith("model.layers.0.mlps.0.") for name in stored):
         return {_of_half(name): name for name in stored}
+    for ending, patterns in _WORDS_BY_PATTERNS.items():
+        if any(name.endswith(ending) for name in stored):
+            return {_by_patterns(name, patterns): name for name in stored}
     for starts, table, words in _OTHER_WORDS:
         start = next((each for each in starts if each + table in stored), None)
         if start is not None:
             return {_in_words_of_recipes(name, start, words): name for name in stored}
-    if any(name.endswith(_OF_DEEPSEEK_V4) for name in stored):
-        return {_in_deepseek_v4(name): name for name in stored}
     if not {"embed_tokens.weight", "embeddings.weight"}.isdisjoint(stored):
         return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
     if "backbone.embeddings.weight" in stored:

@@ -21,9 +21,13 @@ from bench.output import write_json
 
 # The `model_type` whose configuration an architecture has, where transformers doesn't say it.
 CLASSES = {
+    "BailingMoeV2ForCausalLM": "glm4_moe",
+    "ExaoneForCausalLM": "llama",
     "IQuestCoderForCausalLM": "llama",
     "InternLM3ForCausalLM": "llama",
     "MiniCPMForCausalLM": "llama",
+    "SarvamMLAForCausalLM": "deepseek_v3",
+    "SarvamMoEForCausalLM": "glm4_moe",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
 }
 _HALF_ROPE = {
@@ -36,6 +40,7 @@ _EVEN_SIDE = {"image_size": 364, "patch_size": 14}
 # Keys in the place of the default's, those of sections in theirs.
 CHANGES: dict[str, dict[str, Any]] = {
     "AyaVisionForConditionalGeneration": {"vision_config": _EVEN_SIDE | {"num_attention_heads": 16}},
+    "BailingMoeV2ForCausalLM": {"head_dim": 128},
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"hidden_size": 4096, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -54,6 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Qwen3VLMoeForConditionalGeneration": {"vision_config": {"out_hidden_size": 2048}},
     "Qwen3_5ForConditionalGeneration": {"vision_config": {"out_hidden_size": 4096}},
     "Qwen3_5MoeForConditionalGeneration": {"vision_config": {"out_hidden_size": 2048}},
+    "SarvamMoEForCausalLM": {"head_dim": 64, "num_key_value_heads": 4},
     "SmolVLMForConditionalGeneration": {"vision_config": _EVEN_SIDE},
 }
 # Of the saved class itself, and no sizes.

@@ -31,7 +31,7 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "has sparse attention that an index chooses for and attention to compressed tokens and several residual",
         "DeepseekV4ForCausalLM",
     ),
-    ("BailingHybridForCausalLM", {"kda_lower_bound": -5.0}, "here: linear attention", None),
+    ("BailingHybridForCausalLM", {"kda_lower_bound": -5.0}, "here: linear attention", "BailingMoeV2ForCausalLM"),
     ("RecurrentGemmaForCausalLM", {"lru_width": 2560}, "here: recurrent blocks (RG-LRU); run", None),
     ("Step3p7ForConditionalGeneration", {"num_sliding_attention_heads": 96}, "no family of its form has other", None),
     ("MiMoV3ForCausalLM", {"v_head_dim": 128}, "no family of its form has values", "MiMoV2FlashForCausalLM"),

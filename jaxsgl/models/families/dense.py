@@ -404,6 +404,15 @@ _QWEN3 = Family(qk_norm="head", windows="flag", defaults={"head_dim": 128})
 
 DENSE: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
+    "ExaoneForCausalLM": replace(
+        _LLAMA,
+        older_keys={
+            "num_hidden_layers": "num_layers",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "eos_token_id": 361},
+    ),
     "IQuestCoderForCausalLM": Family(
         mlp_bias=None,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "eos_token_id": 2},

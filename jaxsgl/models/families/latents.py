@@ -287,6 +287,21 @@ LATENTS: dict[str, Family] = {
         },
         ignored=_DEEPSEEK.ignored | {"num_nextn_predict_layers", "topk_method"},
     ),
+    "SarvamMLAForCausalLM": replace(
+        _DEEPSEEK,
+        older_keys={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+        defaults={
+            **_DEEPSEEK.defaults,
+            "q_lora_rank": None,
+            "n_routed_experts": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 0,
+        },
+        required={"moe_router_enable_expert_bias": True, "score_function": "sigmoid"},
+        ignored=_DEEPSEEK.ignored | {"q_head_dim", "router_dtype"},
+    ),
     "DeepseekV2ForCausalLM": replace(
         _DEEPSEEK,
         moe=replace(DEEPSEEK_MOE, score="softmax", choice_bias=False, renormalize=False),

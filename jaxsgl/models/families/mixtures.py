@@ -49,6 +49,32 @@ _GLM4_MOE = Family(
     ignored=frozenset({"num_mtp_layers"}),
 )
 
+# Ling 2, with groups of experts, and Sarvam 30B, whose whole heads turn.
+_OF_BAILING = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+_BAILING = replace(
+    _GLM4_MOE,
+    moe=replace(DEEPSEEK_MOE, count_keys=("n_routed_experts",)),
+    older_keys={**_OF_BAILING, "attention_bias": "use_qkv_bias"},
+    required={
+        "use_bias": False,
+        "use_rmsnorm": True,
+        "norm_head": False,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": "moe_intermediate_size",
+    },
+    defaults={
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "use_qk_norm": True,
+        "rms_norm_eps": 1e-6,
+    },
+    ignored=frozenset({"num_mtp_layers", "mtp_loss_scaling_factor", "rotary_dim", "router_dtype"}),
+)
+
 # Llama 4, whose dense layers have an F of their own. Layers with a rope attend in chunks; of the others queries grow.
 _LLAMA4 = Family(
     unit_heads_key="use_qk_norm",
@@ -360,6 +386,22 @@ MIXTURES: dict[str, Family] = {
         ignored=frozenset({"input_jitter_noise"}),
     ),
     "Glm4MoeForCausalLM": _GLM4_MOE,
+    "BailingMoeV2ForCausalLM": replace(
+        _BAILING, defaults={**_BAILING.defaults, "partial_rotary_factor": 0.5, "n_group": 8, "topk_group": 4}
+    ),
+    "SarvamMoEForCausalLM": replace(
+        _BAILING,
+        defaults={
+            **_BAILING.defaults,
+            "head_dim": 64,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 6,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1024,
+            "rope_theta": 8_000_000.0,
+            "eos_token_id": 1,
+        },
+    ),
     "Glm4vMoeForConditionalGeneration": replace(
         _GLM4_MOE,
         section="text_config",
