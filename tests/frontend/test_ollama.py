@@ -308,6 +308,8 @@ def test_turns_are_those_of_chat() -> None:
     assert chat_of(OllamaChatRequest.model_validate(begun)).continue_final_message
     opened = chat_of(OllamaChatRequest.model_validate({"messages": [messages[0], {"role": "assistant"}]}))
     assert [message.role for message in opened.messages] == ["system"] and not opened.continue_final_message
+    alone = chat_of(OllamaChatRequest.model_validate({"messages": [{"role": "assistant", "content": ""}]}))
+    assert [message.role for message in alone.messages] == ["assistant"] and alone.continue_final_message
     asked = OllamaGenerateRequest.model_validate({"prompt": "Look", "system": "Be brief", "images": ["aGk="]})
     assert [message.role for message in chat_of(asked).messages] == ["system", "user"]
 

@@ -145,7 +145,7 @@ def chat_of(body: OllamaChatRequest | OllamaGenerateRequest) -> ChatRequest:
     tools: Sequence[OllamaTool] = ()
     if isinstance(body, OllamaChatRequest):
         messages, tools = list(body.messages or ()), body.tools or ()
-        if messages and _is_open(messages[-1]):
+        if len(messages) > 1 and _is_open(messages[-1]):
             messages.pop()
     else:
         _refuse_foreign(body)
