@@ -332,7 +332,8 @@ class Generator:
         except InvalidRequest as error:
             for request in requests:
                 if request.room is not None:
-                    refused = msgspec.structs.replace(request, media=(), refused=str(error))
+                    own_id = f"{request.request_id}-refused"  # a request may be refused since its id is in use
+                    refused = msgspec.structs.replace(request, request_id=own_id, media=(), refused=str(error))
                     with (
                         contextlib.suppress(InvalidRequest, EngineUnavailable),
                         self._engine.open(refused, request.rank),
@@ -435,7 +436,7 @@ class Generator:
         """
         detokenizer = partial(detokenizer_of, self.model.tokenizer, request.sampling, visible) if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
-        with timing, self._engine.open(request, rank) as stream:
+        with timing, self._open(request, rank) as stream:
             generation = Generation(request, stream, detokenizer, timing)
             if request.media:  # on their way; megabytes that this process needs no more
                 msgspec.structs.force_setattr(request, "media", ())
@@ -447,6 +448,14 @@ class Generator:
                 timer.cancel()
                 if logger.isEnabledFor(self._log_level):
                     _log_end(self._log_level, stream.engine_id, request, generation, timing)
+
+    @contextlib.contextmanager
+    def _open(self, request: Request, rank: int | None) -> Iterator[ReplyStream]:
+        """As `Replicas.open`; the server of the other leg is told if it is refused."""
+        with contextlib.ExitStack() as stack:
+            with self.telling_other_legs([request]):
+                stream = stack.enter_context(self._engine.open(request, rank))
+            yield stream
 
     def _time_out(self, stream: ReplyStream) -> None:
         stream.fail(TimedOut(f"the request took longer than {self._timeout_s:g} s (--request-timeout-s): ask for less"))

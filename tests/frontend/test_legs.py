@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from played_link import PlayedLink, front_end_of
@@ -13,6 +14,8 @@ from test_event_loop import INFO
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import RequestOptions, ServedModel
+from jaxsgl.frontend.http.anthropic.conversation import MessagesRequest, chat_of
+from jaxsgl.frontend.http.app import build_app
 from jaxsgl.frontend.http.bodies import in_rooms
 from jaxsgl.frontend.http.openai.chat import answer_chat, prepare_chat
 from jaxsgl.frontend.http.openai.completions import answer_completions
@@ -132,3 +135,32 @@ def test_the_server_of_the_other_leg_is_told_of_what_the_front_end_refuses(
     sent = [message for message in link.sent if isinstance(message, Request)]
     assert [(message.prompt_ids, message.refused) for message in sent] == [(ids, str(refusal.value)) for ids in prompts]
     assert not link.num_open
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"data_parallel_rank": 1}, "data_parallel_rank is 1"), ({"rid": ["a", "b"]}, "id of a running request")],
+)
+def test_the_server_of_the_other_leg_is_told_of_what_no_replica_takes(
+    tokenizer: Tokenizer, given: dict[str, Any], words: str
+) -> None:
+    """The prefill server may have more replicas, or have ended the request that had the id."""
+    link, prompts = PlayedLink(), [[5], [6]]
+    rooms = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": [5, 6]}
+    link.accept()
+
+    async def answer() -> None:
+        transport = httpx.ASGITransport(build_app(front_end_of(link, threads, ServedModel(INFO, tokenizer), "decode")))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            refused = await http.post("/generate", json={"input_ids": prompts, **rooms, **given})
+        assert refused.status_code == 400 and words in refused.text
+
+    with ThreadPoolExecutor(1) as threads, link.open(Request("a", [9], SamplingParams())):
+        asyncio.run(asyncio.wait_for(answer(), 5.0))
+    told = [message for message in link.sent if isinstance(message, Request) and message.refused]
+    assert [message.prompt_ids for message in told] == prompts and all(words in message.refused for message in told)
+
+
+def test_the_legs_of_anthropics_messages_meet_in_a_room() -> None:
+    body = MessagesRequest.model_validate({**CHAT, **ROOM, "model": "default", "max_tokens": 5})
+    assert rooms_of(chat_of(body)) == [rendezvous("127.0.0.1", 8998, 5)]

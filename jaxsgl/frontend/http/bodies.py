@@ -343,19 +343,20 @@ def options_of(body: Body, adapters: Sequence[str]) -> list[RequestOptions]:
     return [replace(given, adapter=adapter) for adapter in adapters]
 
 
+# Where the legs of a request meet. Gateways add them; they are no part of the API for clients, so no schema has them.
+ROOM_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
 def in_rooms(options: list[RequestOptions], body: Body) -> list[RequestOptions]:
     """Returns `options` with the rooms where the prefill and the decode leg of each prompt meet, if gateways add them.
 
-    Raises `InvalidRequest`. The fields are no part of the API for clients, so no schema has them.
+    Raises `InvalidRequest`.
     """
     given = body.model_extra or {}
     if given.get("bootstrap_room") is None and given.get("bootstrap_host") is None:
         return options
     num_samples = getattr(body, "n", None) or 1
-    hosts, ports, rooms = (
-        _entries(name, given.get(name), len(options), num_samples)
-        for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-    )
+    hosts, ports, rooms = (_entries(name, given.get(name), len(options), num_samples) for name in ROOM_FIELDS)
     of_prompts = []
     for of_prompt, host, port, room in zip(options, hosts, ports, rooms, strict=True):
         if not isinstance(host, str):

@@ -57,8 +57,9 @@ async def start_all(
     generations: list[Generation] = []
     pause = Pause()
     with contextlib.ExitStack() as stack:
-        for request in requests:
-            generations.append(stack.enter_context(generator.start(request, rank=rank, visible=visible)))
+        for number, request in enumerate(requests, 1):
+            with generator.telling_other_legs(requests[number:]):
+                generations.append(stack.enter_context(generator.start(request, rank=rank, visible=visible)))
             await pause.after(1)
         yield generations
 

@@ -19,6 +19,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.anthropic.client_tools import definition_of
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
+    ROOM_FIELDS,
     Body,
     CacheSalt,
     LoraPath,
@@ -152,6 +153,7 @@ def chat_of(body: Conversation, bounds_reasoning: bool = False) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         _refuse_state(body)
     chat: dict[str, Any] = {name: getattr(body, name, None) for name in _SAME_IN_CHAT}
+    chat |= {name: value for name, value in (body.model_extra or {}).items() if name in ROOM_FIELDS}
     chat["messages"] = _messages(body)
     variables = body.chat_template_kwargs or {}
     thinks = body.thinking is not None and body.thinking.type != "disabled"
