@@ -134,7 +134,9 @@ def _request_of(line: bytes) -> BatchRequest:
         raise InvalidRequest("it is no JSON object")
     custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise InvalidRequest("custom_id is missing: name the request, so that its answer can be found")
+        raise InvalidRequest(
+            f"custom_id is {custom_id!r:.100}, but must be a text: name the request, so that its answer can be found"
+        )
     if found.get("method", "POST") != "POST":
         raise InvalidRequest(f"method is {found['method']!r}, but must be POST")
     if url not in URLS:

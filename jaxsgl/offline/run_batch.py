@@ -92,7 +92,10 @@ async def _answer(
     from jaxsgl.frontend.http.in_process import InProcess  # importing gRPC takes a while: bad files fail before it
     from jaxsgl.frontend.server import Server, live
 
-    results = Results(output)
+    try:
+        results = Results(output)
+    except OSError as error:
+        raise InvalidRequest(str(error)) from None
     server = Server(config, engine_command)
     ask = InProcess(server.front_end).ask
     num_known = file.num_requests - len(file.custom_ids - results.done)

@@ -68,6 +68,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
         (line("a", [1]) + line("a", [2]), "line 2: custom_id is 'a', as on line 1"),
         (line("a", [1], url="/flush_cache"), "line 1: url is '/flush_cache', but must be one of"),
         (line("a", [1], stream=True), "line 1: body.stream is true"),
+        ('{"custom_id": 5}', "line 1: custom_id is 5, but must be a text"),
         (line("a", [1], url="/v1/embeddings"), "url is /v1/embeddings, but that of the batch is /v1/completions"),
         (line("a", [1]) * 2 + "\n" + "[]\n" * 9, "line 4: it is no JSON object"),
     ],
@@ -135,6 +136,18 @@ def test_answers_are_not_written_into_the_file_of_requests(
         assert run_status(monkeypatch, source, tmp_path / name, model_folder) == 2
         assert f"{name} is this file, and answers would be written into it" in capsys.readouterr().err
     assert source.read_text() == text
+
+
+def test_a_file_that_answers_cannot_be_written_to_ends_a_run_before_it_begins(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").write_text(line("a", [1]))
+    assert run_status(monkeypatch, tmp_path / "in", tmp_path / "nowhere" / "out", model_folder) == 2
+    assert "No such file" in capsys.readouterr().err
+    other = Results(tmp_path / "out")
+    assert run_status(monkeypatch, tmp_path / "in", tmp_path / "out", model_folder) == 2
+    assert "another run writes to" in capsys.readouterr().err
+    other.close()
 
 
 def test_flags_of_other_servers_are_taken_as_by_a_server(
