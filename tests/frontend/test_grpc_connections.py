@@ -181,6 +181,12 @@ def test_an_old_connection_has_as_long_as_a_request_may_take() -> None:
         assert endless["grpc.max_connection_age_grace_ms"] == 2**31 - 1
 
 
+def test_limits_beyond_grpcs_largest_number_are_that_number() -> None:
+    config = ServerConfig(EngineConfig(max_queued_requests=3_000_000_000), max_request_bytes=3_000_000_000)
+    options = dict(connection_options(config, 50, Timeouts()))
+    assert options["grpc.max_concurrent_streams"] == options["grpc.max_receive_message_length"] == 2**31 - 1
+
+
 def test_one_connection_holds_few_endless_calls(server: ServerProcess) -> None:
     """More of them are refused at once, and one that ends makes room for another."""
     most = MAX_HELD_PER_CONNECTION

@@ -28,6 +28,7 @@ ENDLESS_METHODS = (
 )
 MAX_HELD_PER_CONNECTION = 64  # calls of each endless method
 MAX_HELD = 1024
+MAX_NUMBER = (1 << 31) - 1  # of gRPC's options
 
 Options = list[tuple[str, int]]
 
@@ -59,6 +60,7 @@ class Timeouts:
 def connection_options(config: ServerConfig, max_connections: int, timeouts: Timeouts) -> Options:
     """Returns gRPC's options. A connection that is too old may finish what --request-timeout-s allows."""
     return [
+        ("grpc.max_receive_message_length", min(config.max_message_bytes, MAX_NUMBER)),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_streams(config)),
         ("grpc.server_handshake_timeout_ms", _ms(timeouts.handshake_s)),
@@ -76,11 +78,11 @@ def connection_options(config: ServerConfig, max_connections: int, timeouts: Tim
 def max_streams(config: ServerConfig) -> int:
     """Returns how many calls one connection may have open: a gateway sends all that may wait and run over one."""
     engine = config.engine
-    return engine.max_queued_requests + (engine.max_running_requests or DEFAULT_ROWS) + SHORT_CALLS
+    return min(engine.max_queued_requests + (engine.max_running_requests or DEFAULT_ROWS) + SHORT_CALLS, MAX_NUMBER)
 
 
 def _ms(seconds: float) -> int:
-    return round(min(seconds * 1000, (1 << 31) - 1))  # gRPC's largest number, which means forever
+    return round(min(seconds * 1000, MAX_NUMBER))  # which means forever
 
 
 class HeldStreams(grpc.aio.ServerInterceptor):

@@ -50,7 +50,6 @@ class GrpcServer:
             ],
             options=[
                 ("grpc.so_reuseport", int(self._shares_port)),
-                ("grpc.max_receive_message_length", front_end.config.max_message_bytes),
                 ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
                 *connection_options(front_end.config, most, timeouts),
