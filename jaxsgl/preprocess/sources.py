@@ -151,10 +151,10 @@ def check_type(media_type: str, kinds: tuple[str, ...], name: str) -> None:
 
 
 def from_base64(text: str, budget: Budget, name: str) -> bytes:
-    """Returns what `text` stands for. Raises `InvalidRequest`, before it decodes what is too long."""
+    """Returns what `text` stands for, in lines or not. Raises `InvalidRequest`, before it decodes what is too long."""
     budget.take(len(text) * 3 // 4, name)
     try:
-        content = base64.b64decode(text, validate=True)
+        content = base64.b64decode(text.replace("\n", "").replace("\r", ""), validate=True)
     except ValueError:
         raise InvalidRequest(f"{name} is no base64: encode the file again") from None
     if not content:
