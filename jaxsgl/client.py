@@ -53,7 +53,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part.strip()]
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids: give one as 1,2,3") from None
 
 
 def _check(args: argparse.Namespace) -> None:

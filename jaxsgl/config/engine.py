@@ -20,7 +20,7 @@ from jaxsgl.config.features import (
     SpeculationConfig,
     VisionConfig,
 )
-from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.flags import check_choices, check_finite, flag, flag_name, require
 from jaxsgl.config.hosts import HostsConfig
 from jaxsgl.config.kernels import ATTENTION_BACKENDS, read_kernels
 from jaxsgl.errors import ConfigError
@@ -330,6 +330,7 @@ class EngineConfig:
             self._check_ranks()
         self._check_buckets()
         check_choices(self)
+        check_finite(self)
         read_kernels(self.kernels)
 
     def _check_numbers(self) -> None:
@@ -352,6 +353,7 @@ class EngineConfig:
             require(value is None or value >= 1, flag_name(name), value, "1 and more")
         require(0 <= self.pp_async_batch_depth <= 16, "--pp-async-batch-depth", self.pp_async_batch_depth, "0 to 16")
         require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
+        require(abs(self.random_seed or 0) < 1 << 63, "--random-seed", self.random_seed, "an integer of 64 bits")
 
     def _check_device_ids(self) -> None:
         """Raises `ConfigError` unless they name each device once, and all that are needed."""
@@ -381,7 +383,10 @@ class EngineConfig:
                 "switches off: leave that out"
             )
         if self.host_kv.is_on:
-            raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
+            raise ConfigError(
+                "--host-kv-gib or --enable-hierarchical-cache keeps prefixes, which --disable-radix-cache does not "
+                "share: give one"
+            )
 
     def _check_buckets(self) -> None:
         """Raises `ConfigError` for sizes that can't be, and for two flags that say which there are."""

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 import os
 import types
 import typing
@@ -240,6 +241,17 @@ def check_choices(config: Any) -> None:
         if value is None and spec.default is None:
             continue
         require(not allowed or value in allowed, flag_name(spec.name), value, f"one of {', '.join(allowed)}")
+
+
+def check_finite(config: Any) -> None:
+    """Raises `ConfigError` for an infinite number: processes send each other flags as JSON, which has none."""
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            check_finite(value)
+        else:
+            finite = not isinstance(value, float) or math.isfinite(value)
+            require(finite, flag_name(spec.name), value, "a finite number")
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

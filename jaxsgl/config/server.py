@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.features import MediaConfig
-from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.flags import check_choices, check_finite, flag, flag_name, require
 from jaxsgl.errors import ConfigError
 
 # The names that text/dialects.py knows; a test compares them, since flags import no text.
@@ -195,6 +195,8 @@ class ServerConfig:
         """Raises `ConfigError` for numbers of processes, and for what works with one process of a kind alone."""
         workers, replicas = self.tokenizer_worker_num, self.num_replicas
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
+        if workers > 1:
+            check_finite(self)
         store = self.responses_store
         require(store is None or 0 <= store <= 1 << 20, "--responses-store", store, f"0 to {1 << 20}")
         if store and workers > 1:

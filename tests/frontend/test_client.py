@@ -187,6 +187,12 @@ def test_a_wait_without_an_end_is_refused(wait: str, capsys: pytest.CaptureFixtu
     assert "argument --wait-s: " in capsys.readouterr().err
 
 
+def test_token_ids_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--token-ids", "1,x"])
+    assert "--token-ids: '1,x' is no list of token ids: give one as 1,2,3" in capsys.readouterr().err
+
+
 def test_no_proxy_is_asked_for_a_server_on_this_machine(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
