@@ -100,6 +100,8 @@ def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str])
         (["--max-total-tokens", "0"], "--max-total-tokens is 0"),
         (["--max-running-requests", "-1"], "--max-running-requests is -1"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size is 0"),
+        (["--max-running-requests", "3000m"], "--max-running-requests is 3000000000, but must be 1 to 1048576"),
+        (["--extend-buckets", "1,2000000"], "but must be sizes of 1 to 1048576"),
         (["--host-kv-gib", "inf"], "--host-kv-gib is inf, but must be a finite number"),
         (["--queue-timeout-s", "1e999"], "--queue-timeout-s is inf, but must be a finite number"),
         (["--tokenizer-worker-num", "2", "--drain-s", "inf"], "--drain-s is inf, but must be a finite number"),

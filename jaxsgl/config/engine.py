@@ -38,6 +38,7 @@ LOAD_FORMATS = ("auto", "dummy")
 GRAMMAR_BACKENDS = ("llguidance", "none")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 PRIORITY_POLICIES = ("fcfs", "lof")
+MAX_SIZE = 1 << 20  # rows, or tokens of a step: far more than any device computes at once
 
 
 @dataclass(frozen=True)
@@ -351,6 +352,8 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, flag_name(name), value, "1 and more")
+        rows = self.max_running_requests
+        require(rows is None or rows <= MAX_SIZE, "--max-running-requests", rows, f"1 to {MAX_SIZE}")
         require(0 <= self.pp_async_batch_depth <= 16, "--pp-async-batch-depth", self.pp_async_batch_depth, "0 to 16")
         require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
         require(abs(self.random_seed or 0) < 1 << 63, "--random-seed", self.random_seed, "an integer of 64 bits")
@@ -392,7 +395,7 @@ class EngineConfig:
         """Raises `ConfigError` for sizes that can't be, and for two flags that say which there are."""
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
-            require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
+            require(all(1 <= size <= MAX_SIZE for size in sizes), flag_name(name), sizes, f"sizes of 1 to {MAX_SIZE}")
             if sizes and self.auto_buckets is not None:
                 raise ConfigError(f"{flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
 
