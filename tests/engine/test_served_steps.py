@@ -70,7 +70,7 @@ def test_a_token_of_a_latent_and_a_row_of_states_have_the_bytes_of_a_hand_count(
     assert facts["layer_state_bytes_moved"] == 4 * (2 * 32 * 128 * 128 + inputs)  # three are read, one is written
     assert facts["state_bytes_moved"] == 24 * facts["layer_state_bytes_moved"]
     assert facts["state_flops"] == 24 * 32 * 6 * 128 * 128
-    assert hybrid.layers == Layers(12, 32, recurring=4)
+    assert hybrid.layers == Layers(12, 32, recurring=4, attending=(3, 7, 11))
 
 
 def test_first_layers_of_their_own_are_compiled_besides_those_that_recur(tmp_path: Path) -> None:
@@ -79,12 +79,13 @@ def test_first_layers_of_their_own_are_compiled_besides_those_that_recur(tmp_pat
     assert model is not None and model.layers == Layers(3 + 4, 61)
 
     def recurring(names: str) -> Layers:
-        arch: Any = SimpleNamespace(layers=tuple(names))
+        arch: Any = SimpleNamespace(layers=tuple(names), attention_layers=range(len(names)), reading_layers=())
         return dataclasses.replace(model, arch=arch).layers
 
     assert recurring("aaaaaaaaa") == Layers(4, 9)
     assert recurring("abcabcabcabc") == Layers(9, 12, recurring=3)
     assert recurring("dbcabcabcabcabc") == Layers(12, 15, recurring=3)  # a fourth group: the first one differs
+    assert recurring("dbcabcabcabcabcab") == Layers(11, 17, recurring=3)  # what is left out are whole groups
     assert recurring("abcdefgh") == Layers(8, 8, recurring=8)
 
 

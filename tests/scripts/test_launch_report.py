@@ -370,14 +370,32 @@ def _launch(kind: str) -> Launch:
 
 def test_a_layer_lies_between_the_last_two_attention_kernels() -> None:
     first, rest = ("small", "attention", "product"), ("small", "pallas", "attention", "product")
-    layer, before = last_layers([_launch(kind) for kind in (*first, *rest, *rest, *rest)], 4)
+    layer, before = last_layers([_launch(kind) for kind in (*first, *rest, *rest, *rest)], Layers(4, 9))
     assert [each.kind for each in layer] == ["attention", "product", "small", "pallas"]
     assert [each.kind for each in before] == [each.kind for each in layer]
 
 
+def test_the_first_layers_may_launch_what_is_made_once_and_groups_begin_at_any_layer() -> None:
+    """Of two layers both attend, the second with a mask that the first such layer makes."""
+    plain, masked = ("attention", "product"), ("attention", "pallas")
+    kinds = (*plain, "small", *masked, *(*plain, *masked) * 2, *plain)
+    layer, before = last_layers([_launch(kind) for kind in kinds], Layers(7, 21, recurring=2))
+    assert [each.kind for each in layer] == [each.kind for each in before] == [*plain, *masked]
+
+
+def test_a_group_has_the_attention_kernels_of_its_own_layers_that_attend() -> None:
+    """Kimi Linear's fourth layers; 15 of 27 are compiled, since the first one is another, and groups are left out."""
+    layers = Layers(15, 27, recurring=4, attending=(4, 8, 12))
+    assert layers.left_out == 3
+    group = ("attention", "product", *("states", "product") * 3)
+    kinds = ("small", *group[2:], "states", "small", *group * 3)
+    layer, before = last_layers([_launch(kind) for kind in kinds], layers)
+    assert [each.kind for each in layer] == [each.kind for each in before] == list(group)
+
+
 def test_attention_kernels_that_no_number_of_layers_explains_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 attention kernels in 2 layers"):
-        last_layers([_launch("attention")] * 3, 2)
+    with pytest.raises(ValueError, match="3 attention kernels in 2 layers that attend"):
+        last_layers([_launch("attention")] * 3, Layers(2, 9))
 
 
 def test_a_step_in_one_command_buffer_launches_nothing_outside() -> None:

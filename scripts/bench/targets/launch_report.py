@@ -2,9 +2,10 @@
 
 A forward program of few layers stands for one of many. From the second layer on all layers launch the same kernels,
 which is checked: what lies between the last two attention kernels is a layer, and the rest is launched once. Layers
-that recur in groups, of which one attends, are taken together. Of branches those on the largest side of their condition
-are counted (`hlo`): in a step with an index, those of sequences longer than what it chooses. Imports no JAX. Called by
-`compile_for`; `predict_gpu.py` reads the result.
+that recur in groups are taken together, as many attention kernels apart as a group has. The first layers may launch
+more, what is made once for all: tables of a rope, masks of a window. Of branches those on the largest side of their
+condition are counted (`hlo`): in a step with an index, those of sequences longer than what it chooses. Imports no JAX.
+Called by `compile_for`; `predict_gpu.py` reads the result.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ class Layers:
     Attributes:
       compiled: how many it has.
       of_model: how many the model has.
-      recurring: so many consecutive ones are alike, of which one attends.
+      recurring: so many consecutive ones are a group, and all groups are alike, but for layers before the first one.
+      attending: indices of those that attend, of the compiled ones; (): all.
     """
 
     compiled: int
     of_model: int
     recurring: int = 1
+    attending: tuple[int, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -52,6 +55,19 @@ class Layers:
     def left_out(self) -> int:
         """How often they would recur besides."""
         return (self.of_model - self.compiled) // self.recurring
+
+    def kernels_of_group(self, count: int) -> int:
+        """How many of the program's `count` attention kernels the last group has.
+
+        Raises:
+          ValueError: they can't be shared out evenly among the layers that attend.
+        """
+        attending = self.attending or range(self.compiled)
+        of_group = sum(layer >= self.compiled - self.recurring for layer in attending)
+        of_group_kernels, left = divmod(count * of_group, len(attending))
+        if of_group_kernels == 0 or left:
+            raise ValueError(f"{count} attention kernels in {len(attending)} layers that attend")
+        return of_group_kernels
 
 
 def launch_report(
@@ -81,7 +97,7 @@ def launch_report(
     if layers is not None and layers.groups == 1:
         layer = list(every)  # no group recurs, so all layers were compiled
     elif layers is not None:
-        layer, before = last_layers(every, layers.groups)
+        layer, before = last_layers(every, layers)
         repeats = layers.left_out
         if buffers is not None and kernels_of(layer) != kernels_of(before):  # on TPUs they differ by small copies
             differ = dict(kernels_of(layer) - kernels_of(before)), dict(kernels_of(before) - kernels_of(layer))
@@ -98,7 +114,7 @@ def launch_report(
         )
     whole = [*every, *layer * repeats]
     if wanted is not None and layers is not None:
-        problems += problems_of(*_exchanges(every, layer, layers.groups), wanted)
+        problems += problems_of(*_exchanges(every, layer, layers), wanted)
     read = sum(each.bytes_read * each.times for each in whole)
     if layers is not None and buffers is None:
         # A TPU fetches matrices ahead, as it finds room: the last layer's share of that is not its own matrices.
@@ -158,14 +174,15 @@ def exchanged(whole: Sequence[Launch], wanted: Wanted | None) -> list[dict[str, 
 
 
 def _exchanges(
-    every: Sequence[Launch], layer: Sequence[Launch], num_layers: int
+    every: Sequence[Launch], layer: Sequence[Launch], layers: Layers
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """The collectives of the layer, and those of the program that are in none, as `problems_of` takes them."""
     of_layer, of_all = (
         [(each.kind, carried(each.kind, each.bytes_read, each.bytes_written)) for each in some if each.peers]
         for some in (layer, every)
     )
-    rest = Counter(of_all) - Counter(of_layer * num_layers)
+    of_layers = {each: count * layers.compiled // layers.recurring for each, count in Counter(of_layer).items()}
+    rest = Counter(of_all) - Counter(of_layers)
     return of_layer, list(rest.elements())
 
 
@@ -182,15 +199,13 @@ def kernels_of(layer: Sequence[Launch]) -> Counter[str]:
     return Counter(each.kind for each in layer if each.kind != "prefetch")
 
 
-def last_layers(every: Sequence[Launch], num_layers: int) -> tuple[list[Launch], list[Launch]]:
-    """The launches of the last whole layer, from one attention to the next, and of the layer before it.
+def last_layers(every: Sequence[Launch], layers: Layers) -> tuple[list[Launch], list[Launch]]:
+    """The launches of the last whole layer or group, from one attention to the next, and of the one before it.
 
     Raises:
-      ValueError: the attention kernels can't be shared out evenly among so many layers.
+      ValueError: see `Layers.kernels_of_group`.
     """
     marks = [place for place, each in enumerate(every) if each.kind == "attention"]
-    per_layer, left = divmod(len(marks), num_layers)
-    if per_layer == 0 or left:
-        raise ValueError(f"{len(marks)} attention kernels in {num_layers} layers")
-    begins = marks[::per_layer]
-    return list(every[begins[-2] : begins[-1]]), list(every[begins[-3] : begins[-2]])
+    per_group = layers.kernels_of_group(len(marks))
+    before, begin, end = marks[-1 - 2 * per_group], marks[-1 - per_group], marks[-1]
+    return list(every[begin:end]), list(every[before:begin])

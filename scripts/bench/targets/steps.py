@@ -104,14 +104,21 @@ class Served:
 
     @property
     def layers(self) -> Layers:
-        """Those that are compiled, and stand for all: where no groups recur, all."""
+        """Those that are compiled, and stand for all: where no groups recur, all. Whole groups are left out."""
         of_all = self.arch.layers
         for period in range(1, len(of_all) // 3 + 1):
             for own in range(max(period, MOST_OWN) + 1):
-                compiled = COMPILED_LAYERS + own if period == 1 else (3 + -(-own // period)) * period
+                least = own + (COMPILED_LAYERS if period == 1 else 3 * period)
+                compiled = least + (len(of_all) - least) % period
                 if compiled <= len(of_all) and of_all[own:-period] == of_all[own + period :]:
-                    return Layers(compiled, len(of_all), period)
+                    return Layers(compiled, len(of_all), period, self._attending(compiled))
         return Layers(len(of_all), len(of_all), len(of_all))
+
+    def _attending(self, compiled: int) -> tuple[int, ...]:
+        """Indices of those layers that attend, of the first ones; (): all of them do."""
+        attending = sorted((*self.arch.attention_layers, *self.arch.reading_layers))
+        found = tuple(layer for layer in attending if layer < compiled)
+        return () if len(found) == compiled else found
 
     def backends(self, target: Target) -> tuple[str, ...]:
         """Those of attention to compile for the target; Mosaic's on GPUs takes no latents."""
@@ -192,7 +199,8 @@ class Served:
         arch, parts = self.arch, self.mesh.shape[TENSOR_AXIS]
         is_read = arch.tie_embeddings or not arch.stage.is_first  # as the head, if it is there
         embedding = 0 if is_read else arch.vocab_size * arch.hidden_size // parts
-        return bytes_on_one_device(_of_decoder(self.params)) - embedding * self.dtype.itemsize
+        every, by_row = (bytes_on_one_device(each) for each in (_of_decoder(self.params), _of_tokens(self.params)))
+        return every - by_row - embedding * self.dtype.itemsize
 
     def wanted(self, shape: Bucket | EncodeBucket | int) -> Wanted | None:
         """What devices must exchange in a step of the bucket, or to sample for that many sequences."""
@@ -350,6 +358,14 @@ def _of_decoder(params: Params) -> Params:
     """The parameters without those of a vision tower, which no step takes."""
     flat = nnx.to_flat_state(params)
     return nnx.from_flat_state([(path, param) for path, param in flat if path[0] != "visual"])
+
+
+def _of_tokens(params: Params) -> Params:
+    """Embeddings besides the model's own, of which a step reads its tokens' rows: layers' (Gemma 3n), and positions."""
+    flat = nnx.to_flat_state(params)
+    return nnx.from_flat_state(
+        [(path, each) for path, each in flat if path[0] == "positions" or path[:2] == ("layer_embeddings", "table")]
+    )
 
 
 def _of_experts(params: Params) -> Params:
