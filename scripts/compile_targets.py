@@ -8,6 +8,7 @@
     python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
     python scripts/compile_targets.py h200 --grid steps-ordered    # of --enable-deterministic-inference
     python scripts/compile_targets.py h200 --grid families         # a decode and a prompt of each architecture
+    python scripts/compile_targets.py h200 --grid families --json benchmarks/h200/compiled_families.json --brief
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
     python scripts/compile_targets.py h200 v6e --grid steps --tp 8 # larger models, shared by 8 devices
     python scripts/compile_targets.py h200 --grid steps --tp 16 --ranks 4    # in ranks, here on two hosts of 8 GPUs
@@ -90,6 +91,14 @@ def read_results(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["target"], each["program"]): each for each in results if not each["problems"]}
 
 
+def in_brief(result: dict[str, Any]) -> dict[str, Any]:
+    """The result without its lists of launches, of which predictions are made."""
+    if "launches" not in result:
+        return result
+    kept = {name: value for name, value in result["launches"].items() if name not in ("listed", "kernels")}
+    return result | {"launches": kept}
+
+
 def write_results(file: Path, results: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Writes them sorted, so that files of two runs can be compared."""
     every = sorted(results.values(), key=lambda result: (result["target"], result["backend"], result["program"]))
@@ -110,6 +119,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     parser.add_argument("--require", action="store_true", help="fail if a target has to be left out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--brief", action="store_true", help="of --json: no lists of launches")
     parser.add_argument("--update", action="store_true", help="of --json: keep what FILE has of other programs")
     parser.add_argument("--missing", action="store_true", help="the same, and compile only what FILE lacks")
     options = parser.parse_args()
@@ -136,7 +146,7 @@ def main() -> int:
         done = [program for of_target, program in kept if of_target == name] if options.missing else []
         which = options.grid, options.jobs, options.match, options.xla_flags, done, options.tp, options.ranks
         for result in compile_in(python, target, *which):
-            results[name, result["program"]] = result
+            results[name, result["program"]] = in_brief(result) if options.brief else result
             print(describe(result), flush=True)
             if "launches" in result:
                 print(describe_launches(result["launches"]), flush=True)

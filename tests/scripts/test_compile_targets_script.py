@@ -56,3 +56,10 @@ def test_a_run_compiles_what_the_file_lacks_or_has_with_problems(
     expected = dict.fromkeys(compiled, "now") | dict.fromkeys(kept, "before")
     assert written == expected | ({"other": "before"} if flag else {})
     assert list(written) == sorted(written)
+
+
+def test_results_in_brief_have_no_lists_of_launches() -> None:
+    launches = {"num_launches": 2, "listed": [{"name": "a"}], "kernels": [{"count": 2}]}
+    result = {"program": "p", "launches": launches, "problems": []}
+    assert compile_targets.in_brief(result) == result | {"launches": {"num_launches": 2}}
+    assert compile_targets.in_brief({"program": "encode"}) == {"program": "encode"}
