@@ -130,6 +130,18 @@ def product(x_TD: Rows, weights: Weights, dtype: DTypeLike | None = None) -> jax
     return out.reshape(len(rows), *weights.shape[:-1])
 
 
+def product_of_few(x_TD: jax.Array, weights_ND: jax.Array) -> jax.Array:
+    """`product` with a matrix `[N, D]` of a few outputs, to be read by what XLA computes.
+
+    On a GPU these are sums, which XLA joins with what makes the rows and with what reads the outputs. A product is a
+    kernel of its own, and one more where XLA cuts its sums.
+    """
+    if target_device().platform != "gpu" or is_order_fixed():
+        return product(x_TD, weights_ND)
+    rows, matrix = (each.astype(jnp.float32) for each in (x_TD, weights_ND))
+    return jnp.sum(rows[:, None] * matrix, axis=-1).astype(x_TD.dtype)
+
+
 def gated_product(x_TD: Rows, gate_up: Weights, activation: str, down: Weights) -> Rows:
     """activation(gate(x)) * up(x) of weights `[2, F, D]`, or activation(up(x)) of `[1, F, D]`: rows `[T, F]` for a
     product with `down`.

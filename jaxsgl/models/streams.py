@@ -12,7 +12,9 @@ checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
@@ -22,13 +24,13 @@ from flax import nnx
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layers import LayerRows, LayerVectors, Row
 from jaxsgl.models.matrix import Matrices
-from jaxsgl.models.precision import product
+from jaxsgl.models.precision import product, product_of_few
 from pallas_kernels.norm import rms_norm, row_of, scale_of
 from pallas_kernels.sums import mean_squares
 
 LEAST_MEAN_SQUARE = 1e-5  # of a stream that is brought to the length of another one
 
-Predicted: TypeAlias = tuple[jax.Array, ...]  # S streams `[T, D]` before a layer; () where there is one
+Predicted: TypeAlias = jax.Array | tuple[()]  # streams before a layer `[S, T, D]`; () where there is one
 OfEmbedding: TypeAlias = Callable[[jax.Array], jax.Array]  # a stream `[T, D]` -> what the layer's embedding adds
 
 
@@ -76,7 +78,8 @@ class AltUp(Matrices):
     def opened(self, x_TD: jax.Array, vectors: LayerVectors, rows: LayerRows) -> tuple[jax.Array, Predicted]:
         """See `OneStream`."""
         made = (product(x_TD, matrix) for matrix in self._matrices("opening"))
-        return self._predicted(0, [x_TD, *(_as_long_as(x_TD, each) for each in made)], vectors, rows)
+        streams_STD = jnp.stack([x_TD, *(_as_long_as(x_TD, each) for each in made)])
+        return self._predicted(0, streams_STD, vectors, rows)
 
     def after_layer(
         self,
@@ -89,28 +92,27 @@ class AltUp(Matrices):
     ) -> tuple[jax.Array, Predicted]:
         """See `OneStream`."""
         assert of_embedding is not None, "layers have embeddings where there are several streams"
+        assert isinstance(predicted, jax.Array)
         weights = _row(rows.of(vectors.stream_corrections, index), x_TD.dtype)
-        shares = 1.0 + product(self._routed(index, x_TD, vectors, rows), weights)
-        change = x_TD - predicted[0]
-        first, *others = (each + shares[:, i, None] * change for i, each in enumerate(predicted))
-        added = of_embedding(first * _row(rows.of(vectors.stream_scale, index), x_TD.dtype))
-        streams = [first, *(each + added for each in others)]
+        shares = 1.0 + product_of_few(self._routed(index, x_TD, vectors, rows), weights)
+        streams_STD = predicted + shares.T[:, :, None] * (x_TD - predicted[0])
+        added = of_embedding(streams_STD[0] * _row(rows.of(vectors.stream_scale, index), x_TD.dtype))
+        is_first = (jnp.arange(len(streams_STD)) == 0)[:, None, None]
+        streams_STD = jnp.where(is_first, streams_STD, streams_STD + added)
         if index + 1 < self.num_layers:
-            return self._predicted(index + 1, streams, vectors, rows)
-        return self._closed(streams), ()
+            return self._predicted(index + 1, streams_STD, vectors, rows)
+        return self._closed(streams_STD), ()
 
     def _predicted(
-        self, index: int, streams: Sequence[jax.Array], vectors: LayerVectors, rows: LayerRows
+        self, index: int, streams_STD: jax.Array, vectors: LayerVectors, rows: LayerRows
     ) -> tuple[jax.Array, Predicted]:
-        """The streams that a layer begins with, the one that it reads first."""
-        weights = _row(rows.of(vectors.stream_predictions, index), streams[0].dtype)
-        mixed = product(self._routed(index, streams[0], vectors, rows), weights)  # [T, S S]
-        shares = mixed.reshape(len(mixed), len(streams), len(streams))
-        predicted = tuple(
-            each + sum(shares[:, i, j, None] * other for j, other in enumerate(streams))
-            for i, each in enumerate(streams)
-        )
-        return predicted[0], predicted
+        """The stream that a layer reads, the first one, and all that it begins with."""
+        weights = _row(rows.of(vectors.stream_predictions, index), streams_STD.dtype)
+        mixed = product_of_few(self._routed(index, streams_STD[0], vectors, rows), weights)  # [T, S S]
+        shares_TSS = mixed.reshape(len(mixed), len(streams_STD), len(streams_STD))
+        parts = (shares_TSS[:, :, j].T[:, :, None] * other for j, other in enumerate(streams_STD))
+        predicted_STD = streams_STD + functools.reduce(operator.add, parts)
+        return predicted_STD[0], predicted_STD
 
     def _routed(self, index: int, x_TD: jax.Array, vectors: LayerVectors, rows: LayerRows) -> jax.Array:
         """`[T, S]` of the stream `[T, D]`, each within -1 and 1, that shares of a layer are made of."""
@@ -118,13 +120,13 @@ class AltUp(Matrices):
         assert norm is not None
         read_TD = rms_norm(x_TD, scale_of(*norm, x_TD.dtype), self.eps) * (1 / x_TD.shape[1])
         router = _row(rows.of(vectors.stream_router, index), x_TD.dtype)
-        return jnp.tanh(product(read_TD, router).astype(jnp.float32)).astype(x_TD.dtype)
+        return jnp.tanh(product_of_few(read_TD, router).astype(jnp.float32)).astype(x_TD.dtype)
 
-    def _closed(self, streams: Sequence[jax.Array]) -> jax.Array:
+    def _closed(self, streams_STD: jax.Array) -> jax.Array:
         """The mean `[T, D]` of all streams, the others by a matrix each and as long as the first."""
-        first, *others = streams
+        first, *others = streams_STD
         made = (product(each, matrix) for each, matrix in zip(others, self._matrices("closing"), strict=True))
-        return sum((_as_long_as(first, each) for each in made), start=first) * (1 / len(streams))
+        return sum((_as_long_as(first, each) for each in made), start=first) * (1 / len(streams_STD))
 
     def _matrices(self, name: str) -> list[jax.Array]:
         stack = self.matrix(name)

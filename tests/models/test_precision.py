@@ -13,7 +13,7 @@ import pytest
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
-from jaxsgl.models.precision import FEW_ROWS, num_parts_of, product, product_in_parts
+from jaxsgl.models.precision import FEW_ROWS, num_parts_of, product, product_in_parts, product_of_few
 from pallas_kernels.native import library
 from tests.models.test_arch import DEEPSEEK, read
 from tests.pallas_kernels.lower_everything import on_a_device
@@ -165,3 +165,15 @@ def test_the_parts_of_a_product_add_up_to_it() -> None:
     exact = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).T
     assert parts.shape == (4, 3, 8)
     np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=0), exact, atol=1e-3)
+
+
+def test_products_of_few_outputs_are_sums_on_a_gpu_which_other_kernels_can_make() -> None:
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((8, 512), (4, 512)))
+    expected = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).T
+    assert "dot_general" in str(jax.make_jaxpr(product_of_few)(x, weights))
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        assert "dot_general" not in str(jax.make_jaxpr(product_of_few)(x, weights))
+        found = product_of_few(x, weights)
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
