@@ -112,8 +112,6 @@ class ChosenKv:
     """Ref `[T, k]`, positions or -1."""
     token: jax.Array
     seq: jax.Array
-    end: jax.Array
-    """From here on the token has no positions."""
     tile_tokens: int
     head_dim: int
     value_dim: int | None
@@ -131,7 +129,8 @@ class ChosenKv:
     def page(self, tile: jax.Array) -> jax.Array:
         """The slots `[tile_tokens]` of a tile's entries, negative where nothing is chosen."""
         place = tile * self.tile_tokens + jnp.arange(self.tile_tokens, dtype=jnp.int32)
-        position = plgpu.load(self.chosen.at[self.token, place], mask=place < self.end, other=-1)
+        # Behind a token's positions stands -1: that bound would take a register through the loop, this one takes none.
+        position = plgpu.load(self.chosen.at[self.token, place], mask=place < self.chosen.shape[1], other=-1)
         # Positions aren't negative where they count, so lax's division suffices; page -1 makes all slots negative.
         page_size = jnp.int32(self.page_size)
         index = self.seq, lax.div(position, page_size)
@@ -153,7 +152,7 @@ def _kernel(
     lse_ref: Any = None, *, page_size: int, tile_tokens: int, num_rows: int, head_blocks: int, split_tiles: int,
     options: AttentionOptions,
 ) -> None:  # fmt: skip
-    _, block = head_block(head_blocks)
+    _, block = head_block(1, head_blocks)
     split, token = pl.program_id(1), pl.program_id(2)
     seq, end = tokens_ref[token, _SEQUENCE], tokens_ref[token, _END]
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -165,16 +164,7 @@ def _kernel(
     # A split without any is not read; a token without any, where none is split, gets zeros.
     is_real = (head < q_ref.shape[1]) & ((begin < stop) | (lse_ref is None))
     kv = ChosenKv(
-        entries_ref,
-        page_size,
-        page_table_ref,
-        chosen_ref,
-        token,
-        seq,
-        end,
-        tile_tokens,
-        q_ref.shape[2],
-        options.value_dim,
+        entries_ref, page_size, page_table_ref, chosen_ref, token, seq, tile_tokens, q_ref.shape[2], options.value_dim
     )
     rows = load_queries(q_ref, (token, head), is_real, jnp.zeros_like(row), kv)
     out, lse = attend_rows(rows, kv, (begin, stop), options)

@@ -62,12 +62,14 @@ def tile_rows_for(num_rows: int) -> int:
     return min(num_rows, MOST_ROWS_WITHOUT_WGMMA) if suspect else num_rows
 
 
-def head_block(num_blocks: int) -> tuple[jax.Array, jax.Array | None]:
+def head_block(num_kv_heads: int, num_blocks: int) -> tuple[jax.Array, jax.Array | None]:
     """The kv head of a program, and which block of its query heads it has, by the first axis of the grid.
 
-    There are so many blocks of each kv head; None: the only one.
+    There are so many blocks of each kv head; None: the only one. The only kv head is a constant, and takes no register.
     """
     place = pl.program_id(0)
+    if num_kv_heads == 1:
+        return jnp.int32(0), None if num_blocks == 1 else place
     return (place, None) if num_blocks == 1 else (lax.div(place, num_blocks), lax.rem(place, num_blocks))
 
 

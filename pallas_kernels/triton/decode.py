@@ -117,7 +117,7 @@ def _decode_kernel(
 ) -> None:  # fmt: skip
     # Sinks, if there are any, join where a sequence is whole: here, or where its splits are merged.
     *sinks_ref, out_ref, lse_ref = more if is_split else (*more, None)
-    kv_head, block = head_block(head_blocks)
+    kv_head, block = head_block(k_pages_ref.shape[1], head_blocks)
     item = pl.program_id(1)
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     seq, begin, end, last = (items_ref[item, column] for column in (SEQUENCE, BEGIN, END, POSITION))

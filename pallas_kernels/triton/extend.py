@@ -75,14 +75,15 @@ def _extend_kernel(
     out_ref: Any, tile_queries: int, tile_heads: int, head_blocks: int, tile_tokens: int, one_loop: bool,
     options: AttentionOptions,
 ) -> None:  # fmt: skip
-    kv_head, block = head_block(head_blocks)
+    kv_head, block = head_block(k_pages_ref.shape[1], head_blocks)
     # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
     tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     seq, begin, end, first = (tiles_ref[tile, column] for column in (SEQUENCE, BEGIN, END, POSITION))
 
     row = jnp.arange(tile_queries * tile_heads, dtype=jnp.int32)
-    query, group = row // tile_heads, row % tile_heads
+    # Of one query there is one position, which no row needs to keep.
+    query, group = (row // tile_heads, row % tile_heads) if tile_queries > 1 else (jnp.zeros_like(row), row)
     group = group if block is None else block * tile_heads + group
     token, head = begin + query, kv_head * num_groups + group
     is_real = (token < end) & (group < num_groups)
