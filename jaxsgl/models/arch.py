@@ -102,7 +102,7 @@ class ModelArch:
       layer_factors: what a layer passes on is multiplied by a number of its own.
       layer_vocab_size: rows that the checkpoint has of embeddings of layers; 0: layers have none.
       num_streams: S, residual streams (`models/streams.py`).
-      laurel_rank: numbers of the product that is added next to attention; 0: there is none.
+      laurel_rank: the rank of the low-rank update next to attention (`Laurel`); 0 without one.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
       vocab_padding: rows of embedding and head after the vocabulary, so that devices have equally many.
       head: what reads the final hidden states: the vocabulary, a classifier of the folder's labels, or nothing.

@@ -166,7 +166,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
 
 
 def _read_num_positions(config: ConfigFile, family: Family) -> int:
-    """Rows of the table of learned positions; 0: there is none."""
+    """Rows of the table of learned positions; 0 without such a table."""
     before = family.rows_before_positions
     if before is None:
         return 0

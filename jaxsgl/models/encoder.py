@@ -26,7 +26,7 @@ class Encoder:
 
     Attributes:
       restarts: see `Restarts`.
-      num_types: rows of the table of token types, which are added to embeddings; 0: there is none.
+      num_types: rows of the table of token types, which is added to embeddings; 0 without such a table.
       second_after: the token after whose first place in a prompt tokens are of the second type; None: all are of the
         first.
       classifier: see `Classifier`.

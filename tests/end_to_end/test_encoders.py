@@ -30,6 +30,7 @@ from transformers import (
     ModernBertModel,
     NomicBertConfig,
     NomicBertModel,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     XLMRobertaConfig,
     XLMRobertaForSequenceClassification,
@@ -60,7 +61,7 @@ XLMR = {**HEADS, "max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}
 MODERN: dict[str, Any] = {
     **HEADS, **ENDS, "max_position_embeddings": CONTEXT, "local_attention": 16, "cls_token_id": 1, "sep_token_id": 2
 }  # fmt: skip
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bert": lambda: BertModel(BertConfig(**HEADS, max_position_embeddings=CONTEXT)),
     "xlm-roberta": lambda: XLMRobertaModel(XLMRobertaConfig(**XLMR)),
     "modernbert": lambda: ModernBertModel(ModernBertConfig(**MODERN)),
@@ -70,7 +71,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
         EuroBertConfig(**HEADS, **ENDS, num_key_value_heads=2, max_position_embeddings=CONTEXT, mask_token_id=3)
     ),
 }
-CLASSIFIERS: dict[str, Callable[[], torch.nn.Module]] = {
+CLASSIFIERS: dict[str, Callable[[], PreTrainedModel]] = {
     "xlm-roberta": lambda: XLMRobertaForSequenceClassification(XLMRobertaConfig(**XLMR, num_labels=3)),
     "modernbert": lambda: ModernBertForSequenceClassification(
         ModernBertConfig(**MODERN, num_labels=3, classifier_pooling="mean")
@@ -82,12 +83,12 @@ PROMPTS = [np.random.default_rng(n).integers(3, VOCABULARY, n).tolist() for n in
 by_night = partial(pytest.param, marks=pytest.mark.skipif(not NIGHTLY, reason="by night, as most families"))
 
 
-def saved(make: Callable[[], torch.nn.Module], folder: Path) -> torch.nn.Module:
+def saved(make: Callable[[], PreTrainedModel], folder: Path) -> PreTrainedModel:
     """A random model, saved in `folder`."""
     torch.manual_seed(0)
     model = make()
     fill(model)
-    model.eval().save_pretrained(folder)  # type: ignore[operator]
+    model.eval().save_pretrained(folder)
     return model
 
 

@@ -414,7 +414,7 @@ def test_pictures_of_llava_give_transformers_tokens(kind: str, tmp_path: Path) -
 
 
 def joined_processors(kind: str) -> tuple[Any, Any, dict[str, Any]]:
-    """The image processor of tiles that are joined, what writes their placeholders, and what is told of both."""
+    """Returns a tiled model's image processor, the processor that writes placeholders, and both ones' settings."""
     square = {"height": 16, "width": 16}
     told: dict[str, Any] = {"image_grid_pinpoints": RESOLUTIONS, "size": square}
     pixels, writer = LlavaOnevisionImageProcessorPil, object.__new__(LlavaOnevisionProcessor)
