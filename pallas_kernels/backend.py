@@ -104,6 +104,24 @@ class ExtendAhead(Protocol):
         ...
 
 
+class ExtendBiased(Protocol):
+    """`paged_extend_attention` with `biases` on one backend."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        query_offsets: jax.Array,
+        kv: PagedKv,
+        sinks: jax.Array | None,
+        options: AttentionOptions,
+        interpret: bool,
+        seen: jax.Array | None,
+        biases: jax.Array,
+    ) -> jax.Array:
+        """The same with or without `seen`; `biases [N, 2 B + 1]` are added to scores, by the distance of the key."""
+        ...
+
+
 class AttendToChosen(Protocol):
     """`attend_to_chosen` on one backend."""
 
@@ -503,6 +521,8 @@ class Backend:
     """None where XLA multiplies what a `decode` over latents returns."""
     extend_ahead: Kernel[ExtendAhead] | None = None
     """None where no query sees what comes after it."""
+    extend_biased: Kernel[ExtendBiased] | None = None
+    """None where scores have no biases by distance."""
     attend_to_chosen: Kernel[AttendToChosen] | None = None
     """None where XLA gathers what is chosen."""
     score_tokens: Kernel[ScoreTokens] | None = None

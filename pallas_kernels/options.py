@@ -71,6 +71,12 @@ class AttentionOptions:
         return max_len if self.sliding_window is None else min(max_len, self.sliding_window)
 
 
+def places_of_biases(biases: jax.Array, distance: jax.Array) -> jax.Array:
+    """Which of `biases [.., 2 B + 1]` keys have that come `distance` after a query: beyond B the outermost."""
+    reach = biases.shape[-1] // 2
+    return jnp.clip(distance, -reach, reach) + reach
+
+
 def with_sinks(total: jax.Array, top: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """The denominators of softmaxes that have sinks: `total`, the sums of exp(score - top), and exp(sink - top).
 

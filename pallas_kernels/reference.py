@@ -14,7 +14,7 @@ from pallas_kernels.backend import Backend, Kernel
 from pallas_kernels.experts import ACTIVATIONS, Groups, product_dtype, result_dtype
 from pallas_kernels.kept_heads import widened
 from pallas_kernels.latent import LatentQkv
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.options import AttentionOptions, places_of_biases
 from pallas_kernels.packed import PackedMatrix
 from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_format, to_numbers
 from pallas_kernels.qkv import FusedQkv
@@ -104,6 +104,7 @@ def extend_attention(
     options: AttentionOptions,
     interpret: bool,
     seen: jax.Array | None = None,
+    biases: jax.Array | None = None,
 ) -> jax.Array:
     """Each token attends to what it sees of its own sequence, in float32."""
     num_tokens, num_heads, head_dim = q.shape
@@ -129,6 +130,10 @@ def extend_attention(
     scores = jnp.einsum("tkgh,tklh->tkgl", grouped, k, precision="highest") * options.scale(head_dim)
     if options.logit_soft_cap is not None:
         scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
+    if biases is not None:
+        of_heads = biases.reshape(1, kv.num_kv_heads, -1, biases.shape[1])
+        distance = places_of_biases(biases, kv_position - position[:, None])
+        scores = scores + jnp.take_along_axis(of_heads, distance[:, None, None], axis=3)
     scores = jnp.where(is_seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
@@ -213,6 +218,7 @@ BACKEND = Backend(
     Kernel(store_kv),
     Kernel(rotate_and_store, lambda qkv, kv: refuse_conversion(kv)),
     extend_ahead=Kernel(extend_attention),
+    extend_biased=Kernel(extend_attention),
     grouped_product=Kernel(grouped_product),
     grouped_scaled_product=Kernel(grouped_scaled_product),
     quantized_product=Kernel(quantized_product),

@@ -147,6 +147,7 @@ def paged_extend_attention(
     sinks: jax.Array | None = None,
     seen: jax.Array | None = None,
     *,
+    biases: jax.Array | None = None,
     backend: str = "auto",
     interpret: bool = False,
 ) -> jax.Array:
@@ -164,6 +165,8 @@ def paged_extend_attention(
             position.
         seen: `[T]` int32, the tokens of its sequence, from the first, after which each token sees none; at least those
             up to itself, at most `lengths`, and never less than the token before it. None: those up to itself.
+        biases: `[N, 2 B + 1]` float32, added to scaled and capped scores: entry B + d where the key comes d after the
+            query, the outermost ones where it is further away. None: nothing is added.
 
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
@@ -174,18 +177,26 @@ def paged_extend_attention(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
             f"and lengths has S = {kv.num_seqs}"
         )
+    if biases is not None and (options.chunk is not None or biases.ndim != 2 or biases.shape[0] != q.shape[1]):
+        raise ValueError(f"biases is {biases.shape}; it must be [N, 2 B + 1] with the N of q {q.shape}, without chunks")
     if seen is not None and options.chunk is not None:
         raise ValueError(f"options.chunk is {options.chunk}; it must be None where queries see ahead")
     query_offsets, kv, options = split_at_chunks(query_offsets, len(q), kv, options.for_heads(q.shape[2]))
     scaled, call = _scale_queries(q, kv), (query_offsets, kv.unscaled(), sinks, options, interpret)
-    if seen is None:
+    if seen is not None and (seen.shape != q.shape[:1] or seen.dtype != jnp.int32):
+        raise ValueError(f"seen is {seen.shape} {seen.dtype}; it must be [T] int32, and q has T = {q.shape[0]}")
+    if biases is not None:
+        biased = choose_kernel(
+            "paged_extend_attention", lambda each: _fitting(each, each.extend_biased, kv), backend, q, kv,
+            interpret=interpret,
+        )  # fmt: skip
+        out = biased(scaled, *call, seen, biases)
+    elif seen is None:
         extend = choose_kernel(
             "paged_extend_attention", lambda each: _fitting(each, each.extend, kv), backend, q, kv, interpret=interpret
         )
         out = extend(scaled, *call)
     else:
-        if seen.shape != q.shape[:1] or seen.dtype != jnp.int32:
-            raise ValueError(f"seen is {seen.shape} {seen.dtype}; it must be [T] int32, and q has T = {q.shape[0]}")
         ahead = choose_kernel(
             "paged_extend_attention", lambda each: _fitting(each, each.extend_ahead, kv), backend, q, kv,
             interpret=interpret,

@@ -43,7 +43,9 @@ struct Problem {
   const int32_t* offsets;  // [S + 1]: the queries of sequence s are offsets[s] .. offsets[s + 1] - 1
   const float* sinks;      // [N], or null
   const int32_t* seen;     // [T] of how many tokens a query sees none after, or null: of those up to itself
+  const float* biases;     // [N, 2 reach + 1] added to scores by the distance of the key, or null
   float* out;              // [T, N, H]
+  int reach;  // beyond it the outermost biases hold
   int num_seqs, table_width, num_kv_heads, group, head_dim, page_size;
   float sm_scale, soft_cap;  // soft_cap 0: none
   int64_t window;            // 0: none
@@ -179,7 +181,7 @@ class Worker {
           Find(tiles_[i + 1], begin, next_keys, next_values);
         PackKeys(keys, next_keys, count, p_.head_dim, s_->keys);
         PackValues(values, next_values, Whole(count), p_.head_dim, s_->values);
-        Add(tiles_[i], (head - begin) * rows);
+        Add(tiles_[i], head, (head - begin) * rows);
       }
     }
     int stored = 0;
@@ -253,11 +255,12 @@ class Worker {
   }
 
   // Adds the packed tile to the softmaxes of its rows of the kv head whose first row is `of_head`.
-  void Add(const Tile& tile, int of_head) {
+  void Add(const Tile& tile, int head, int of_head) {
     const int h = p_.head_dim, rows = tile.end_row - tile.first_row, first_row = of_head + tile.first_row;
     const Left* q = s_->q + first_row * h;
     Way::Multiply(rows, kTile, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
+    if (p_.biases) AddBiases(tile, head, of_head);
     for (int r = 0; r < rows; ++r) {
       const int row = first_row + r, position = s_->position[row];
       const int end = std::min(s_->seen[row] - tile.begin, kTile);
@@ -272,6 +275,17 @@ class Worker {
     float* acc = s_->acc + first_row * h;
     const int pairs = Whole(tile.end - tile.begin) / 2;  // beyond them the values are some other tile's
     Way::Multiply(rows, h, s_->weights, kTile, s_->values, 2 * h, pairs, acc, h, true);
+  }
+
+  // The heads of a query lie beside each other among the rows of a kv head.
+  void AddBiases(const Tile& tile, int head, int of_head) {
+    for (int r = 0; r < tile.end_row - tile.first_row; ++r) {
+      const int row = tile.first_row + r;
+      const float* const biases = p_.biases + (int64_t(head) * p_.group + row % p_.group) * (2 * p_.reach + 1) + p_.reach;
+      const int distance = tile.begin - s_->position[of_head + row];
+      float* const scores = s_->scores + r * kTile;
+      for (int i = 0; i < kTile; ++i) scores[i] += biases[std::clamp(distance + i, -p_.reach, p_.reach)];
+    }
   }
 
   const Way way_{};
@@ -365,14 +379,20 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::An
                           int64_t window, ffi::ResultBuffer<ffi::F32> out) {
   const auto pages = k.dimensions();
   const float* sinks = nullptr;
+  const float* biases = nullptr;
+  int reach = 0;
   const int32_t* seen = nullptr;
   for (size_t i = 0; i < optional.size(); ++i) {
     const ffi::AnyBuffer each = *optional.get<ffi::AnyBuffer>(i);
-    if (each.element_type() == ffi::F32) sinks = each.typed_data<float>();
+    if (each.element_type() == ffi::F32 && each.dimensions().size() == 1) sinks = each.typed_data<float>();
+    if (each.element_type() == ffi::F32 && each.dimensions().size() == 2) {
+      biases = each.typed_data<float>();
+      reach = int(each.dimensions()[1] / 2);
+    }
     if (each.element_type() == ffi::S32) seen = each.typed_data<int32_t>();
   }
   const Problem p{q.typed_data(), k.untyped_data(), v.untyped_data(), table.typed_data(), lengths.typed_data(),
-                  offsets.typed_data(), sinks, seen, out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
+                  offsets.typed_data(), sinks, seen, biases, out->typed_data(), reach, int(lengths.element_count()), int(table.dimensions()[1]),
                   int(pages[1]), int(q.dimensions()[1] / pages[1]), int(pages[3]), int(pages[2]),
                   sm_scale, soft_cap, window};
   const int64_t row = q.dimensions()[1] * q.dimensions()[2], num_tokens = q.dimensions()[0];
@@ -395,7 +415,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()  // sinks and what is seen, if there are any
+                                  .RemainingArgs()  // sinks, what is seen, and biases, if there are any
                                   .Attr<float>("sm_scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<std::string_view>("way")

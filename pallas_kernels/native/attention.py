@@ -56,8 +56,9 @@ def extend_attention(
     options: AttentionOptions,
     interpret: bool,
     seen: jax.Array | None = None,
+    biases: jax.Array | None = None,
 ) -> jax.Array:
-    """See `backend.Extend` and `ExtendAhead`. Pages that sequences share from their start are read once."""
+    """See `backend.Extend` and `ExtendBiased`. Pages that sequences share from their start are read once."""
     call = jax.ffi.ffi_call(library.PAGED_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     out: jax.Array = call(
         q,
@@ -66,7 +67,7 @@ def extend_attention(
         kv.page_table,
         kv.lengths,
         query_offsets,
-        *(each for each in (sinks, seen) if each is not None),
+        *(each for each in (sinks, seen, biases) if each is not None),
         sm_scale=np.float32(options.scale(q.shape[2])),
         soft_cap=np.float32(options.logit_soft_cap or 0),
         way=library.product_way(),

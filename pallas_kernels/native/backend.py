@@ -11,6 +11,7 @@ BACKEND = Backend(
     Kernel(decode_attention, refuse_attention),
     Kernel(extend_attention, refuse_attention),
     extend_ahead=Kernel(extend_attention, refuse_attention),
+    extend_biased=Kernel(extend_attention, refuse_attention),
     grouped_product=Kernel(grouped_product, refuse_grouped_product),
     grouped_packed_product=Kernel(packed_product.grouped_product, packed_product.refuse),
     delta_scan=Kernel(scan, refuse_states),

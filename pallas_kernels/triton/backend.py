@@ -38,6 +38,7 @@ BACKEND = Backend(
     grouped_packed_product=_kernel("grouped_packed_product", "grouped_packed_product", "refuse"),
     gated_packed_product=_kernel("grouped_packed_product", "gated_packed_product", "refuse_gated"),
     extend_ahead=Kernel(imported("triton.extend", "extend_attention"), _REFUSE_ATTENTION),
+    extend_biased=Kernel(imported("triton.extend", "extend_attention"), _REFUSE_ATTENTION),
     delta_decode=Kernel(imported("triton.delta_decode", "delta_decode"), _REFUSE_STATES),
     delta_blocks=Kernel(imported("triton.delta_blocks", "delta_blocks"), _REFUSE_STATES),
     delta_step=Kernel(imported("triton.delta_decode", "delta_step"), _REFUSE_STATES),

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu_compiler import xla_ptxas
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.options import AttentionOptions, places_of_biases
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import EMPTY_LSE, LOG2_E
 from pallas_kernels.target import target_device
@@ -118,6 +118,10 @@ class Rows:
     """`[R]`, those of the rows' heads, where they count; None where something else adds them to the softmax."""
     seen: jax.Array | None = None
     """`[R]`, of how many tokens, from the sequence's first, a row sees none after; None: of those up to itself."""
+    biases: Any = None
+    """Ref `[N, 2 B + 1]` of what is added to scores by the distance of the key; None: nothing is."""
+    head: jax.Array | None = None
+    """`[R]` where biases are: whose they are."""
 
     @property
     def head_dim(self) -> int:
@@ -206,6 +210,11 @@ def _add_tile(
     kv_position = kv.position(tile, page)
     products = functools.reduce(jnp.add, map(_dot_transposed, rows.q, k))
     scores, scale = _scaled(products, rows.scale, options.scale(rows.head_dim), options.logit_soft_cap)
+    if rows.biases is not None:
+        assert rows.head is not None
+        place = places_of_biases(rows.biases, kv_position[None, :] - rows.position[:, None])
+        added = plgpu.load(rows.biases.at[jnp.broadcast_to(rows.head[:, None], place.shape), place])
+        scores, scale = scores * _column(scale) + LOG2_E * added, 1.0
     if is_masked:
         stop = rows.position + 1 if rows.seen is None else rows.seen
         seen = kv_position[None, :] < stop[:, None]

@@ -34,8 +34,9 @@ def extend_attention(
     options: AttentionOptions,
     interpret: bool,
     seen: jax.Array | None = None,
+    biases: jax.Array | None = None,
 ) -> jax.Array:
-    """See `backend.Extend` and `ExtendAhead`."""
+    """See `backend.Extend` and `ExtendBiased`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_extend_attention", "triton", tuning.shape_class(q, kv))
     num_groups, tile_rows = q.shape[1] // num_kv_heads, tile_rows_for(blocks["tile_rows"])
@@ -66,14 +67,14 @@ def extend_attention(
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_extend_attention",
-    )(q, k_pages, v_pages, kv.page_table, tiles, sinks, seen)
+    )(q, k_pages, v_pages, kv.page_table, tiles, sinks, seen, biases)
     return float8.planes_last(out) if is_float8 else out
 
 
 def _extend_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, sinks_ref: Any, seen_ref: Any,
-    out_ref: Any, tile_queries: int, tile_heads: int, head_blocks: int, tile_tokens: int, one_loop: bool,
-    options: AttentionOptions,
+    biases_ref: Any, out_ref: Any, tile_queries: int, tile_heads: int, head_blocks: int, tile_tokens: int,
+    one_loop: bool, options: AttentionOptions,
 ) -> None:  # fmt: skip
     kv_head, block = head_block(k_pages_ref.shape[1], head_blocks)
     # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
@@ -102,6 +103,8 @@ def _extend_kernel(
     rows = load_queries(q_ref, (token, head), is_real, first + query, kv, sinks_ref)
     if seen_ref is not None:
         rows = dataclasses.replace(rows, seen=plgpu.load(seen_ref.at[token], mask=is_real, other=0))
+    if biases_ref is not None:
+        rows = dataclasses.replace(rows, biases=biases_ref, head=jnp.where(is_real, head, 0))
     # Without a window, all rows see what lies before the first query: most tiles of a long prompt.
     has_plain_tiles = options.sliding_window is None and not one_loop
     all_seen_until = (first + 1) // tile_tokens if has_plain_tiles else None

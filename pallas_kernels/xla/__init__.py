@@ -20,6 +20,7 @@ BACKEND = Backend(
     Kernel(extend_attention),
     Kernel(store_kv),
     extend_ahead=Kernel(extend_attention),
+    extend_biased=Kernel(extend_attention),
     grouped_product=Kernel(grouped_product),
     grouped_packed_product=Kernel(packed_product),
     grouped_scaled_product=Kernel(grouped_scaled_product),

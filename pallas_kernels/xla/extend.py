@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.dots import dot_precision
-from pallas_kernels.options import AttentionOptions, with_sinks
+from pallas_kernels.options import AttentionOptions, places_of_biases, with_sinks
 from pallas_kernels.paged_kv import BITS, PagedKv
 from pallas_kernels.xla.common import UNSEEN, as_bits, from_bits, gather_tiles, soft_cap, take
 
@@ -32,8 +32,9 @@ def extend_attention(
     options: AttentionOptions,
     interpret: bool,
     seen: jax.Array | None = None,
+    biases: jax.Array | None = None,
 ) -> jax.Array:
-    """See `backend.Extend` and `ExtendAhead`. Tiles that length, causality or window exclude are not read."""
+    """See `backend.Extend` and `ExtendBiased`. Tiles that length, causality or window exclude are not read."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs, lengths = kv.num_kv_heads, kv.num_seqs, kv.lengths
     blocks = tuning.blocks("paged_extend_attention", "xla", tuning.shape_class(q, kv))
@@ -80,6 +81,7 @@ def extend_attention(
             take(kv.page_table, seq),
             kv,
             sink_of_row,
+            biases,
             tile_pages,
             options,
             dot_precision(q),
@@ -112,6 +114,7 @@ def _attend_rows(
     page_ids: jax.Array,
     kv: PagedKv,
     sinks: jax.Array | None,
+    biases: jax.Array | None,
     tile_pages: int,
     options: AttentionOptions,
     precision: lax.Precision | None,
@@ -140,6 +143,11 @@ def _attend_rows(
         k, v = (from_bits(tile, kv.dtype).astype(dtype) for tile in (k, v))
         scores = jnp.einsum("krh,kth->krt", rows, k, precision=precision, preferred_element_type=jnp.float32)
         scores = soft_cap(scores, options)
+        if biases is not None:
+            of_heads = biases.reshape(len(rows), -1, biases.shape[1])  # [K, G, 2 B + 1]
+            distance = kv_position - position[:: of_heads.shape[1], None]
+            added = jnp.take(of_heads, places_of_biases(biases, distance), axis=2)  # [K, G, queries, tokens]
+            scores += added.swapaxes(1, 2).reshape(scores.shape)
         seen = kv_position <= until[:, None]
         if options.sliding_window is not None:
             seen &= kv_position > position[:, None] - options.sliding_window

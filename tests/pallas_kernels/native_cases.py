@@ -110,6 +110,7 @@ def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
     queries: Any = (case.q,) if is_decode else (case.q, offsets)
     sinks, seen = sinks_of(case, options.pop("has_sinks", False)), options.pop("seen", None)
     ahead = {} if seen is None else {"seen": seen}
+    ahead |= {"biases": options.pop("biases")} if "biases" in options else {}
     return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv, sinks=sinks, **ahead))
 
 

@@ -83,6 +83,39 @@ def test_queries_that_see_ahead_equal_the_reference(name: str, backend: str, num
     run_examples(check_ahead, cases(BY_NAME[name]), num_examples)
 
 
+def biased_dense(case: Case, biases: np.ndarray, seen: np.ndarray | None) -> np.ndarray:
+    """Attention in float64 with biases, a query at a time; zeros for padding."""
+    q, _, kv = case.extend_args()
+    pages = [np.asarray(each, np.float64) for each in (kv.k, kv.v)]
+    heads, reach, options = q.shape[1], biases.shape[1] // 2, case.spec.attention["options"]
+    out = np.zeros(q.shape)
+    for s, length in enumerate(case.lengths):
+        k, v = (np.concatenate(each[case.page_table[s]], axis=1) for each in pages)
+        begin, end = case.query_offsets[s : s + 2]
+        for token in range(begin, end):
+            position = length - (end - token)
+            stop = position + 1 if seen is None else seen[token]
+            places = np.arange(max(0, position - (options.sliding_window or length) + 1), stop)
+            for head in range(heads):
+                of_head = head // (heads // len(k))
+                added = biases[head, np.clip(places - position, -reach, reach) + reach]
+                query = np.asarray(q[token, head], np.float64)
+                scores = k[of_head][places] @ query * options.scale(q.shape[2]) + added
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights / weights.sum() @ v[of_head][places]
+    return out
+
+
+@pytest.mark.parametrize(("name", "is_ahead"), [("plain", True), ("sliding_window", False)])
+@pytest.mark.parametrize("backend", ["reference", "xla", "triton"])
+def test_scores_have_biases_by_the_distance_of_the_key(name: str, is_ahead: bool, backend: str) -> None:
+    case = build_case(BY_NAME[name], [20, 9, 0, 1], [13, 2, 0, 1], 0, seed=3)
+    seen = seen_of(case) if is_ahead else None
+    biases = np.random.default_rng(1).normal(size=(case.q.shape[1], 9)).astype(np.float32)
+    found = compiled(paged_extend_attention, case.spec, backend)(*case.extend_args(), seen=seen, biases=biases)
+    assert_close(found, biased_dense(case, biases, seen), case.spec.dtype)
+
+
 def test_queries_that_see_up_to_themselves_give_causal_attention() -> None:
     case = build_case(BY_NAME["plain"], [20, 9, 0, 1], [13, 2, 0, 1], 0, seed=3)
     attend, args = compiled(paged_extend_attention, case.spec, "reference"), case.extend_args()

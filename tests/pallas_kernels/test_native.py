@@ -79,7 +79,7 @@ def in_runs(case: Case, most: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("each_way", "group", "page_size", "options"),
-    singly(WAYS, [2, 8, 48], [16, 7, 128], [{}, {"sliding_window": 40}, {"has_sinks": True}]),
+    singly(WAYS, [2, 8, 48], [16, 7, 128], [{}, {"sliding_window": 40}, {"has_sinks": True}, {"reach": 20}]),
     indirect=["each_way"],
     ids=str,
 )
@@ -93,15 +93,20 @@ def test_queries_see_ahead_to_the_end_of_their_image(group: int, page_size: int,
     given = sinks_of(case, options.get("has_sinks", False))
     sinks = None if given is None else jnp.asarray(given)
     window = AttentionOptions(sliding_window=options.get("sliding_window"))
+    reach = options.pop("reach", 0)
+    biases = jnp.asarray(np.random.default_rng(2).normal(size=(case.q.shape[1], 2 * reach + 1)), jnp.float32)
+    biased: dict[str, Any] = {"biases": biases} if reach else {}
     for most in (1, 90):
         seen = in_runs(case, most)
-        expected = paged_extend_attention(rounded, offsets, kv, window, sinks, jnp.asarray(seen), backend="reference")
-        found = attend(case, seen=seen, **options)
+        expected = paged_extend_attention(
+            rounded, offsets, kv, window, sinks, jnp.asarray(seen), **biased, backend="reference"
+        )
+        found = attend(case, seen=seen, **options, **biased)
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * max(1.0, np.abs(found).max()))
         if most == 1:
-            np.testing.assert_array_equal(found, attend(case, **options))
+            np.testing.assert_array_equal(found, attend(case, **options, **biased))
         else:
-            assert np.abs(found - attend(case, **options)).max() > 0.1
+            assert np.abs(found - attend(case, **options, **biased)).max() > 0.1
 
 
 @pytest.mark.parametrize(("page_size", "group"), [(16, 1), (128, 2), (1, 8)])
