@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers.normalizers import Lowercase, Sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
@@ -41,6 +42,8 @@ class TokenizerFiles:
         template = self._json("chat_template.json").get("chat_template")
         if found.chat_template is None and isinstance(template, str):  # processors keep it there, tokenizers don't
             found.chat_template = template
+        if self._json("sentence_bert_config.json").get("do_lower_case"):
+            _take_small_letters(found)
         return found
 
     def _kimi(self, config: dict[str, Any]) -> Any:
@@ -88,3 +91,10 @@ class TokenizerFiles:
         except OSError:  # for hub ids AutoTokenizer then says what is wrong
             return None
         return None if found is None else Path(found)
+
+
+def _take_small_letters(tokenizer: Any) -> None:
+    """Makes a tokenizer take all letters for small ones, as sentence-transformers does where a folder says so."""
+    backend = tokenizer.backend_tokenizer
+    own = backend.normalizer
+    backend.normalizer = Lowercase() if own is None else Sequence([Lowercase(), own])

@@ -204,3 +204,11 @@ def test_templates_with_names_show_the_forms_of_calls_and_the_one_for_tools_gets
     turns = [{"role": "user", "content": "hi"}]
     assert with_names.render_chat(turns, TemplateOptions()) == "plain"
     assert with_names.render_chat(turns, TemplateOptions([TOOL])).startswith('<tool_call>[{"type"')
+
+
+def test_letters_are_small_where_sentence_transformers_takes_them_so(tmp_path: Path) -> None:
+    folder = save(byte_level(), tmp_path)
+    as_typed = load_tokenizer(folder)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    small = load_tokenizer(folder)
+    assert small.encode("Über ALLEM") == as_typed.encode("über allem") != as_typed.encode("Über ALLEM")
