@@ -87,12 +87,15 @@ class Pages:
         options: Sequence[AttentionOptions],
         kernels: KernelChoice,
         scales: KvScales | None = None,
+        biases: jax.Array | None = None,
     ) -> None:
+        """`biases` are those of `paged_extend_attention`, the same for all layers."""
         self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
         self._groups, self._sums = list(kv.groups), list(kv.sums)  # of layers that have groups of tokens, in order
         self._next_group = 0
         self._page_table = page_table_SP
         self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
+        self._biases = biases
         self._scales = scales or KvScales.of_one(len(kv.k))
         self._seen_in: dict[int | None, jax.Array | None] = {}  # by windows on both sides
         self._chosen: jax.Array | None = None  # positions `[T, k]` that the last index chose
@@ -126,7 +129,9 @@ class Pages:
         seen = self._seen(options.sliding_window if options.symmetric else None) if options.sees_ahead else None
         if seen is not None and not sees_ahead(backend):
             backend = AUTO
-        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, seen, backend=backend)
+        return paged_extend_attention(
+            q_TNH, a.query_offsets, kv, options, sinks, seen, biases=self._biases, backend=backend
+        )
 
     def _seen(self, window: int | None) -> jax.Array | None:
         """`[T]` how many tokens each token sees, at most `window` from itself on; made once for all layers."""

@@ -146,7 +146,8 @@ def make_step(
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
         table, table_SP = _noted(state, arrays)
-        pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales)
+        biases = model.attention_biases()
+        pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales, biases)
         running = None
         if state.running is not None:
             running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1, kernels.delta_decode)

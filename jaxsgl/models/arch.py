@@ -59,6 +59,7 @@ class ModelArch:
       rms_norm_eps: added to the mean square in every norm.
       tie_embeddings: the embedding is also the output head.
       attention_bias: q, k and v have biases.  attention_out_bias, mlp_bias: so have the output projection, the MLP.
+      down_bias: the MLP's last product has a bias, whatever `mlp_bias` says.
       qk_norm: whether q and k are normalized, per head or over all heads.
       rotates_first: whether heads are normalized after their rotation; else before.
       qkv_limit: queries, keys and values lie within this on both sides of 0, before a rope; None: they may be anything.
@@ -162,6 +163,7 @@ class ModelArch:
     layer_factors: bool = False
     layer_vocab_size: int = 0
     num_streams: int = 1
+    down_bias: bool = False
     laurel_rank: int = 0
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None

@@ -38,8 +38,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 UNTOLD_DTYPE = "bfloat16"  # of models since about 2023, where neither config.json nor tensors tell it
 
 _OTHER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "Model": "none"}  # transformers' classes
-# transformers' classes of an encoder; a head that predicts masked tokens is left out.
-_ENCODER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "ForMaskedLM": "none", "Model": "none"}
+# transformers' classes of an encoder; heads that predict masked tokens or next sentences are left out.
+_ENCODER_HEADS: dict[str, Head] = {
+    "ForSequenceClassification": "labels", "ForMaskedLM": "none", "ForPreTraining": "none", "Model": "none"
+}  # fmt: skip
 # config.json's words -> ours, of MLPs with gates and of those without
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 OF_ENCODERS: dict[str, Activation] = {**ACTIVATIONS, "gelu": "gelu_erf"}
@@ -123,6 +125,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
         attention_out_bias=bias(family.attention_out_bias, family.attention_out_bias_key),
         mlp_bias=bias(family.mlp_bias, family.mlp_bias_key),
+        down_bias=family.down_bias,
         qk_norm=family.qk_norm if _holds(config, family.qk_norm_key) else None,
         rotates_first=family.rotates_first,
         qkv_limit=config.number("clip_qkv") if family.limits_qkv and config.get("clip_qkv") is not None else None,
@@ -177,8 +180,10 @@ def _read_num_positions(config: ConfigFile, family: Family) -> int:
 def _read_encoder(config: ConfigFile, family: Family) -> Encoder | None:
     if family.encoder is None or not _holds(config, family.encoder.key):
         return None
-    num_types = config.count("type_vocab_size") if family.encoder.has_types else 0
-    return Encoder(family.encoder.restarts, num_types, classifier=family.encoder.classifier)
+    has_types = family.encoder.has_types and config.get("type_vocab_size") != 0
+    num_types = config.count("type_vocab_size") if has_types else 0
+    own = family.encoder
+    return Encoder(own.restarts, num_types, classifier=own.classifier, has_biases=own.has_biases)
 
 
 def _read_vision(
@@ -217,7 +222,7 @@ def _decoder_of(whole: ConfigFile, name: str, family: Family) -> ConfigFile:
     Raises `CheckpointError` for a form of the family that isn't built.
     """
     config = _section_of(whole, name, family)
-    config.defaults, config.keys, config.older_keys = family.defaults, family.keys, family.older_keys
+    config.defaults, config.keys = family.defaults, family.keys
     _refuse_unbuilt(config, family)
     return config
 

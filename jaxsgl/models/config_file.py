@@ -46,7 +46,6 @@ class ConfigFile:
         self.path = path
         self.defaults: Mapping[str, Any] = {}
         self.keys: Mapping[str, str] = {}  # what the file calls keys that it doesn't call as readers do
-        self.older_keys: Mapping[str, str] = {}  # what it may call keys instead
         self.values: Mapping[str, Any] = read_object(path) if values is None else values
         self._within = within
         self._asked: set[str] = set()
@@ -54,15 +53,22 @@ class ConfigFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value; `default` where it is null; the family's default, else `default`, where it is missing."""
-        key = self.told_as(key)
-        self._asked.add(key)
+        own = self.told_as(key)
+        self._asked.add(own)
+        if own in self.values and self.values.get(key) == self.values[own]:
+            self._asked.add(key)  # it says the same in two words
+        key = own
         value = self.values.get(key) if key in self.values else self.defaults.get(key)
         return default if value is None else value
 
     def told_as(self, key: str) -> str:
-        """What the file calls the key."""
-        own, older = self.keys.get(key, key), self.older_keys.get(key, key)
-        return older if older in self.values and own not in self.values else own
+        """What the file calls the key: what the family does, unless the file has it by its plain name alone."""
+        own = self.keys.get(key, key)
+
+        def is_there(word: str) -> bool:
+            return word in self.values or word in self.defaults
+
+        return key if is_there(key) and not is_there(own) else own
 
     def skip(self, *keys: str) -> None:
         """Takes keys for asked: next to the other values they mean nothing, to the family's own code either."""

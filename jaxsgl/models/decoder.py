@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.decoder_layers import DecoderLayers
+from jaxsgl.models.encoder import NUM_BUCKETS, distance_buckets
 from jaxsgl.models.layer_embedding import LayerEmbeddings
 from jaxsgl.models.layers import (
     vector,
@@ -42,6 +43,9 @@ class Decoder(DecoderLayers):
         self.layer_embeddings = LayerEmbeddings(arch, dtype, activations) if arch.embedding_size else None
         num_types = 0 if arch.encoder is None else arch.encoder.num_types
         self.types = vector((num_types, d), (None, None), dtype, mean=0.0) if num_types else None
+        has_biases = arch.encoder is not None and arch.encoder.has_biases
+        biases = NUM_BUCKETS, arch.num_heads
+        self.distance_biases = vector(biases, (None, "kv_heads"), dtype, mean=0.0) if has_biases else None
         makes_embeddings = arch.pooling is not None and arch.pooling.dense and arch.head != "labels"
         self.dense_net = DenseNet(arch.folder_pooling.dense, dtype) if makes_embeddings else None
         self.class_net = ClassNet(arch, dtype) if arch.head == "labels" and arch.encoder is not None else None
@@ -68,6 +72,12 @@ class Decoder(DecoderLayers):
         if self.layer_embeddings is not None:
             of_layers = self.layer_embeddings(self._as_text(token_ids, images), x_TD, self._rows)
         return self.run(x_TD, positions, context, of_layers, token_ids)
+
+    def attention_biases(self) -> jax.Array | None:
+        """`[N, 2 B + 1]` float32 that `paged_extend_attention` takes, of all layers; None: there are none."""
+        if self.distance_biases is None:
+            return None
+        return self.distance_biases[...].astype(jnp.float32)[distance_buckets()].T
 
     def embedded(self, token_ids: jax.Array) -> jax.Array:
         """The rows of the embedding `[T, D]`, without the factor that some models have."""

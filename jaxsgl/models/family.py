@@ -222,6 +222,7 @@ class EncoderFamily:
       key: the key that says whether it is an encoder; None: it is one.
       restarts, classifier: see `Encoder`.
       pooling_key: the key of how a classification head pools, "cls" or "mean"; None: as `pooling` says.
+      has_biases: see `Encoder`.
       has_types: embeddings of `type_vocab_size` types of tokens are added.
       counts_rows_before: `max_position_embeddings` counts the rows before that of the first position.
     """
@@ -232,6 +233,7 @@ class EncoderFamily:
     classifier: Classifier = "tanh"
     pooling_key: str | None = None
     has_types: bool = False
+    has_biases: bool = False
     counts_rows_before: bool = False
 
 
@@ -264,6 +266,7 @@ class Family:
       attention_out_bias_key: the key that says it.
       mlp_bias: whether the MLP has biases; None: as config.json says.
       mlp_bias_key: the key that says it.
+      down_bias: see `ModelArch`.
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
       scales_embedding_key: the key that says whether they are; None: they are.
       rounds_embedding_scale: that root is rounded to the weights' dtype first.
@@ -349,8 +352,8 @@ class Family:
       draft_head: the first of these is called `mtp`, not as a layer (`weights/stored_names.py`).
       vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`); None: it
         doesn't, or the tower is left out.
-      keys: what keys are called, if not as in Llama, by their names there.
-      older_keys: what folders from before transformers knew the family call keys, by their names now.
+      keys: what keys are called, if not as in Llama, by their names there; where a file has none of that name, Llama's
+        counts.
       required: what keys must say, where they are there, since nothing else is built; a text is another key, with whose
         value it must agree.
       defaults: values of keys that config.json may leave out, as it calls them.
@@ -380,6 +383,7 @@ class Family:
     attention_out_bias_key: str = "attention_bias"
     mlp_bias: bool | None = False
     mlp_bias_key: str = "mlp_bias"
+    down_bias: bool = False
     scales_embedding: bool = False
     scales_embedding_key: str | None = None
     rounds_embedding_scale: bool = False
@@ -447,7 +451,6 @@ class Family:
     vision: VisionFamily | None = None
     encoder: EncoderFamily | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
-    older_keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, bool | float | str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()

@@ -456,7 +456,7 @@ class MLP(Matrices):
         is_learned = arch.activation == "xielu"
         self.curve = vector((2,), (None,), jnp.dtype(jnp.float32), mean=0.8) if is_learned else None
         self.declare("down", (d, f), (None, "ffn"), dtype, down_format, fan_in=f)
-        self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
+        self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias or arch.down_bias else None
 
     def __call__(
         self,

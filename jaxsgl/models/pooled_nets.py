@@ -39,6 +39,8 @@ class ClassNet(Matrices):
             made = jnp.tanh(made)
         elif self.kind == "relu":
             made = jax.nn.relu(made)
+        elif self.kind == "gelu":
+            made = jax.nn.gelu(made, approximate=False)
         if self.norm is not None:
             wide = jax.nn.gelu(made, approximate=False)
             made = rms_norm(centred(wide, wide.dtype), self.norm[...], self.eps)

@@ -34,8 +34,9 @@ class RopeParams:
     Attributes:
       theta: base of the geometric series of wavelengths.
       kind: "none" (plain), "linear" (all wavelengths times `factor`), "llama3" and "yarn" (only the long ones),
-        "longrope" (each by its own factor), "ntk" (`theta` is stretched, so that the longest is by about `factor`), or
-        "proportional" (all wavelengths times `factor`, and only the first pairs turn).
+        "longrope" (each by its own factor), "ntk" (`theta` is stretched, so that the longest is by about `factor`),
+        "fixed ntk" (the i-th of P wavelengths by `factor ** (i / P)`), or "proportional" (all wavelengths times
+        `factor`, and only the first pairs turn).
       factor: how much the context was stretched.
       low_freq_factor, high_freq_factor: llama3: wavelengths longer than `original_context / low_freq_factor` are
         stretched fully, those shorter than `original_context / high_freq_factor` not at all, between them gradually.
@@ -58,7 +59,7 @@ class RopeParams:
     """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk", "proportional"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "ntk", "fixed ntk", "proportional"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -106,6 +107,8 @@ def inverse_frequencies(rope: RopeParams, head_dim: int) -> npt.NDArray[np.float
     elif rope.kind == "yarn":
         keep = _yarn_share(rope, turned)
         plain = keep * plain + (1.0 - keep) * plain / rope.factor
+    elif rope.kind == "fixed ntk":
+        plain = plain / rope.factor ** (np.arange(1, turned // 2 + 1) / (turned // 2))
     elif rope.kind == "longrope":
         plain = plain / np.asarray(rope.long_factors if rope.is_long else rope.short_factors)
     elif rope.kind == "proportional":
@@ -365,6 +368,11 @@ def _dynamic(told: _Stretch, plain: RopeParams) -> RopeParams:
     return replace(plain, kind="ntk", factor=alpha) if alpha else plain
 
 
+def _ntk(told: _Stretch, plain: RopeParams) -> RopeParams:
+    """As the code of GTE has it, in folders that have their own."""
+    return replace(plain, kind="fixed ntk", factor=told.number("factor"))
+
+
 def _proportional(told: _Stretch, plain: RopeParams) -> RopeParams:
     return replace(
         plain,
@@ -377,5 +385,5 @@ def _proportional(told: _Stretch, plain: RopeParams) -> RopeParams:
 _KINDS: dict[str, Callable[[_Stretch, RopeParams], Any]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "deepseek_yarn": _yarn,
     "longrope": _longrope, "su": _longrope,
-    "dynamic": _dynamic, "proportional": _proportional, "mrope": _default,
+    "dynamic": _dynamic, "ntk": _ntk, "proportional": _proportional, "mrope": _default,
 }  # fmt: skip

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_STARTS = ("bert.", "roberta.", "distilbert.", "nomic_bert.", "model.", "")
+_STARTS = ("bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "nomic_bert.", "new.", "gte.", "model.", "")
 _TABLES = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 _AFTER_MLP = "norm after the MLP."  # of a layer: the one before the next layer, or the model's
-# What names begin with; then what those of layers' parts begin with, of BERT, DistilBERT, NomicBERT and ModernBERT.
+# What names begin with; then what those of layers' parts begin with, of BERT, DistilBERT, NomicBERT, ModernBERT, GTE.
 _OF_MODEL = {
     "embeddings.word_embeddings.": "model.embed_tokens.",
     "embeddings.tok_embeddings.": "model.embed_tokens.",
@@ -21,6 +21,7 @@ _OF_MODEL = {
     "embeddings.token_type_embeddings.": "model.embed_types.",
     "embeddings.LayerNorm.": "model.layers.0.input_layernorm.",
     "embeddings.norm.": "model.layers.0.input_layernorm.",
+    "encoder.relative_attention_bias.": "model.distance_biases.",
     "emb_ln.": "model.layers.0.input_layernorm.",
     "final_norm.": "model.norm.",
     "pooler.dense.": "model.pooler.",
@@ -39,6 +40,8 @@ _OF_LAYER = {
     "intermediate.dense.": "mlp.up_proj.",
     "output.dense.": "mlp.down_proj.",
     "output.LayerNorm.": _AFTER_MLP,
+    **{f"attention.attn.{each}.": f"self_attn.{each}_proj." for each in "qkvo"},
+    "attention.LayerNorm.": "post_attention_layernorm.",
     "attention.q_lin.": "self_attn.q_proj.",
     "attention.k_lin.": "self_attn.k_proj.",
     "attention.v_lin.": "self_attn.v_proj.",
@@ -59,11 +62,18 @@ _OF_LAYER = {
     "attn.Wo.": "self_attn.o_proj.",
     "mlp.Wi.": "mlp.gate_up_proj.",
     "mlp.Wo.": "mlp.down_proj.",
+    "attention.qkv_proj.": "self_attn.qkv_proj.",
+    "attention.o_proj.": "self_attn.o_proj.",
+    "attn_ln.": "post_attention_layernorm.",
+    "mlp_ln.": _AFTER_MLP,
 }
 _LAYER = re.compile(r"(?:encoder\.|transformer\.)?layers?\.(\d+)\.")
 _OLD_ENDS = {".gamma": ".weight", ".beta": ".bias"}  # of norms, in folders of TensorFlow's time
 # What names begin with that make no parameter: heads of other tasks, and a buffer of older folders.
-UNREAD = ("cls.", "lm_head.", "embeddings.position_ids", "model.pooler.", "vocab_", "decoder.", "model.pooler_norm.")
+UNREAD = (
+    "cls.", "lm_head.", "discriminator_predictions.", "generator_predictions.", "generator_lm_head.",
+    "embeddings.position_ids", "model.pooler.", "vocab_", "decoder.", "model.pooler_norm.",
+)  # fmt: skip
 
 
 def as_a_decoders(stored: Sequence[str]) -> dict[str, str] | None:

@@ -35,6 +35,7 @@ OF_MODEL: dict[Path, Recipe] = {
     ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), pieces.as_is),
     ("score",): Recipe((Source("score.weight", ("C", "D")),), pieces.as_is),
     ("types",): Recipe((Source("model.embed_types.weight", ("TT", "D")),), pieces.as_is),
+    ("distance_biases",): Recipe((Source("model.distance_biases.weight", ("TB", "N")),), pieces.as_is),
     ("class_net", "dense"): Recipe((Source("model.pooler.weight", ("D", "D")),), pieces.as_is),
     ("class_net", "dense_bias"): Recipe((Source("model.pooler.bias", ("D",)),), pieces.as_is),
     ("class_net", "norm"): Recipe((Source("model.pooler_norm.weight", ("D",)),), pieces.as_is),
@@ -545,6 +546,10 @@ def _biased_norms(**names: str) -> dict[Path, Recipe]:
     return {**_layer_norms(**names), **biases}
 
 
+_GTE: dict[Path, Recipe] = {
+    **_with_bias(("attention", "qkv"), "self_attn.qkv_proj", ("QKV", "D"), pieces.fuse_split_heads),
+    ("mlp", "gate_up"): Recipe((Source(_MLP + "up_gate_proj.weight", ("2F", "D")),), pieces.split_up_gate),
+}
 _STABLE_LM: dict[Path, Recipe] = {
     ("vectors", f"{part}_norm"): Recipe(
         (Source(_ATTENTION + f"{part}_layernorm.norms.*.weight", ("H",)),), partial(pieces.norms_of_heads, of_all)
@@ -621,6 +626,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Phi3ForCausalLM": {**_FUSED_QKV, **_FUSED_GATE_UP},
     "ModernBertModel": {**_FUSED_QKV, **_FUSED_GATE_UP},
     "NomicBertModel": _FUSED_QKV,
+    **dict.fromkeys(("NewModel", "GteModel"), _GTE),
     "ApertusForCausalLM": _APERTUS,
     "Olmo2ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},
     "Olmo3ForCausalLM": {**_AFTER, **_NORMS_OF_ALL_HEADS},

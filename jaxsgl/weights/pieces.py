@@ -34,6 +34,13 @@ def split_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piec
     yield Piece((), tensors[0].reshape(2, -1, *tensors[0].shape[1:]))
 
 
+def split_up_gate(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Gate and up that come as one tensor `[2 * F, D]`, up first, to `[2, F, D]`."""
+    up, gate = np.split(tensors[0], 2)
+    yield Piece((0,), gate)
+    yield Piece((1,), up)
+
+
 def norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A norm's scales, with the model's offset."""
     yield Piece((), _with_offset(arch, tensors[0]))

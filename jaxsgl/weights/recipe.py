@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.encoder import NUM_BUCKETS
 from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, GroupedAttention, Selective
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
@@ -217,6 +218,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
         "2SF": 2 * mixture.shared_ffn_size if mixture else 0,
         "T": arch.num_positions,
         "TT": 0 if arch.encoder is None else arch.encoder.num_types,
+        "TB": NUM_BUCKETS if arch.encoder is not None and arch.encoder.has_biases else 0,
         "P": arch.embedding_size,
         "PV": arch.layer_vocab_size,
         "PL": arch.num_layers * arch.embedding_size,

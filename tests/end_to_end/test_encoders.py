@@ -16,11 +16,15 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    BertForPreTraining,
     BertForSequenceClassification,
     BertModel,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     DistilBertModel,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    ElectraModel,
     EuroBertConfig,
     EuroBertModel,
     Gemma3TextConfig,
@@ -28,6 +32,9 @@ from transformers import (
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
+    MPNetConfig,
+    MPNetForSequenceClassification,
+    MPNetModel,
     NomicBertConfig,
     NomicBertModel,
     PreTrainedModel,
@@ -42,6 +49,7 @@ from jaxsgl.config.features import LoraConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
 from tests.checkpoints import fill
 from tests.grids import NIGHTLY
+from tests.gte import class_logits, saved_gte, states_of
 
 pytestmark = pytest.mark.device
 
@@ -57,12 +65,17 @@ DISTIL = {
     "vocab_size": VOCABULARY, "dim": 64, "n_layers": 3, "hidden_dim": 112, "n_heads": 4,
     "max_position_embeddings": CONTEXT,
 }  # fmt: skip
+ELECTRA = {**HEADS, "embedding_size": 64, "max_position_embeddings": CONTEXT}
+MPNET = {**HEADS, "max_position_embeddings": CONTEXT + 2}
 XLMR = {**HEADS, "max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}
 MODERN: dict[str, Any] = {
     **HEADS, **ENDS, "max_position_embeddings": CONTEXT, "local_attention": 16, "cls_token_id": 1, "sep_token_id": 2
 }  # fmt: skip
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bert": lambda: BertModel(BertConfig(**HEADS, max_position_embeddings=CONTEXT)),
+    "bert with heads": lambda: BertForPreTraining(BertConfig(**HEADS, max_position_embeddings=CONTEXT)),
+    "electra": lambda: ElectraModel(ElectraConfig(**ELECTRA)),
+    "mpnet": lambda: MPNetModel(MPNetConfig(**MPNET)),
     "xlm-roberta": lambda: XLMRobertaModel(XLMRobertaConfig(**XLMR)),
     "modernbert": lambda: ModernBertModel(ModernBertConfig(**MODERN)),
     "distilbert": lambda: DistilBertModel(DistilBertConfig(**DISTIL)),
@@ -72,6 +85,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 CLASSIFIERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**ELECTRA, num_labels=3)),
+    "mpnet": lambda: MPNetForSequenceClassification(MPNetConfig(**MPNET, num_labels=3)),
     "xlm-roberta": lambda: XLMRobertaForSequenceClassification(XLMRobertaConfig(**XLMR, num_labels=3)),
     "modernbert": lambda: ModernBertForSequenceClassification(
         ModernBertConfig(**MODERN, num_labels=3, classifier_pooling="mean")
@@ -124,7 +139,8 @@ def says_pooling(folder: Path, mode: str) -> None:
     [
         ("bert", "cls_token"),
         ("modernbert", "mean_tokens"),
-        *(by_night(kind, "cls_token") for kind in ("xlm-roberta", "distilbert", "nomic")),
+        ("mpnet", "mean_tokens"),
+        *(by_night(kind, "cls_token") for kind in ("bert with heads", "electra", "xlm-roberta", "distilbert", "nomic")),
         by_night("eurobert", "mean_tokens"),
     ],
 )
@@ -138,13 +154,13 @@ def test_embeddings_are_transformers_states_of_prompts_that_see_all_of_themselve
         again = llm.encode([PROMPTS[-1]])
     for ids, embedding in zip([*PROMPTS, PROMPTS[-1]], [*found, *again], strict=True):
         with torch.no_grad():
-            hidden = model(torch.tensor([ids])).last_hidden_state[0]
+            hidden = model.base_model(torch.tensor([ids])).last_hidden_state[0]
         expected = hidden[0] if mode == "cls_token" else hidden.mean(0)
         np.testing.assert_allclose(embedding.embedding, expected.numpy(), atol=2e-5)
         assert embedding.cached_tokens == 0
 
 
-@pytest.mark.parametrize("kind", ["modernbert", by_night("xlm-roberta"), by_night("distilbert")])
+@pytest.mark.parametrize("kind", ["modernbert", *map(by_night, ("electra", "mpnet", "xlm-roberta", "distilbert"))])
 def test_classes_are_transformers(kind: str, tmp_path: Path) -> None:
     model = saved(CLASSIFIERS[kind], tmp_path)
     with jaxsgl.LLM(str(tmp_path), **FLAGS) as llm:
@@ -153,6 +169,16 @@ def test_classes_are_transformers(kind: str, tmp_path: Path) -> None:
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0].softmax(-1)
         np.testing.assert_allclose(scores, expected.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize(("num_types", "num_labels"), [(0, 0), by_night(2, 3)])
+def test_gte_is_as_its_own_code_has_it(num_types: int, num_labels: int, tmp_path: Path) -> None:
+    tensors = saved_gte(tmp_path, num_types, num_labels)
+    with jaxsgl.LLM(str(tmp_path), **FLAGS) as llm:
+        found = llm.classify(PROMPTS) if num_labels else [each.embedding for each in llm.encode(PROMPTS)]
+    for ids, each in zip(PROMPTS, found, strict=True):
+        expected = class_logits(ids, tensors).softmax(-1) if num_labels else states_of(ids, tensors)[0]
+        np.testing.assert_allclose(each, expected.numpy(), atol=2e-5)
 
 
 def test_pairs_are_scored_as_by_a_cross_encoder_that_tells_their_texts_apart(tmp_path: Path) -> None:

@@ -6,14 +6,36 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.start.sizing import choose_context_length
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.arch import serve_as
 
 BERT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": 512,
+}  # fmt: skip
+# nomic-embed-text-v1.5's, in the words of its folder's own code.
+NOMIC = {
+    "architectures": ["NomicBertModel"], "model_type": "nomic_bert", "activation_function": "swiglu",
+    "attn_pdrop": 0.0, "causal": False, "dense_seq_output": True, "fused_bias_fc": True,
+    "fused_dropout_add_ln": True, "layer_norm_epsilon": 1e-12, "max_trained_positions": 2048, "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False, "n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "n_positions": 8192,
+    "pad_vocab_size_multiple": 64, "parallel_block": False, "parallel_block_tied_norm": False, "prenorm": False,
+    "qkv_proj_bias": False, "reorder_and_upcast_attn": False, "resid_pdrop": 0.0, "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
+    "summary_activation": None, "summary_first_dropout": 0.0, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "torch_dtype": "float32", "type_vocab_size": 2,
+    "use_flash_attn": True, "use_rms_norm": False, "use_xentropy": True, "vocab_size": 30528,
+}  # fmt: skip
+IN_TRANSFORMERS_WORDS = {
+    "hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12, "max_position_embeddings": 2048, "hidden_act": "silu",
+    "rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"},
 }  # fmt: skip
 
 
@@ -49,3 +71,33 @@ def test_texts_are_as_long_as_sentence_transformers_takes_them_unless_the_flag_s
         assert choose_context_length(EngineConfig(), arch) == found
         assert choose_context_length(EngineConfig(context_length=500), arch) == 500
         assert choose_context_length(EngineConfig(), replace(arch, generates=True)) == 512
+
+
+def test_nomic_bert_is_the_same_in_the_words_of_its_own_code_in_those_of_transformers_and_in_both(
+    tmp_path: Path,
+) -> None:
+    own_words = frozenset(NOMIC) - {"architectures", "model_type", "torch_dtype", "type_vocab_size", "vocab_size"}
+    of_transformers = {key: value for key, value in NOMIC.items() if key not in own_words} | IN_TRANSFORMERS_WORDS
+    read = []
+    for values in (NOMIC, of_transformers, NOMIC | IN_TRANSFORMERS_WORDS):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        read.append(arch_from_folder(tmp_path))
+    assert read[0] == read[1] == read[2]
+    assert (read[0].hidden_size, read[0].num_layers, read[0].max_context) == (768, 12, 2048)
+    assert read[0].ropes[0].theta == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_function": "gelu"}, 'activation_function is "gelu"'),
+        ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction is 0.5"),
+        ({"prenorm": True}, "prenorm is true"),
+        ({"rotary_scaling_factor": 2.0}, "rotary_scaling_factor is 2.0"),
+        ({"hidden_size": 512}, "hidden_size is 512"),
+    ],
+)
+def test_nomic_bert_of_another_form_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NOMIC | change))
+    with pytest.raises(CheckpointError, match=message):
+        arch_from_folder(tmp_path)

@@ -91,7 +91,7 @@ def kernel_shapes(
         attention=tuple(dict.fromkeys(options)),
         has_sinks=arch.has_sinks,
         has_bias=arch.attention_bias and by_heads,
-        has_out_bias=arch.attention_out_bias or arch.mlp_bias,
+        has_out_bias=arch.attention_out_bias or arch.mlp_bias or arch.down_bias,
         has_out_norms=bool(arch.normed["mlp_out_norm"]),
         is_centred=arch.centred,
         residual_scale=arch.residual_scale,

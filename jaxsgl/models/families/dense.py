@@ -406,7 +406,7 @@ DENSE: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
     "ExaoneForCausalLM": replace(
         _LLAMA,
-        older_keys={
+        keys={
             "num_hidden_layers": "num_layers",
             "rms_norm_eps": "layer_norm_epsilon",
             "hidden_act": "activation_function",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jaxsgl.models.encoder import NUM_BUCKETS
 from jaxsgl.models.family import EncoderFamily, Family
 
 _OF_BERT = EncoderFamily("first", restarts="everywhere", has_types=True)
@@ -38,16 +39,48 @@ _BERT = Family(
             "summary_activation",
             "summary_first_dropout",
             "summary_last_dropout",
+            "summary_proj_to_labels",
             "summary_type",
             "summary_use_proj",
         }
     ),
 )
 # Positions begin after that of the padding token, which is 1 in all published models.
-_ROBERTA = replace(_BERT, encoder=replace(_OF_BERT, counts_rows_before=True), rows_before_positions=2)
+_OF_ROBERTA = replace(_OF_BERT, counts_rows_before=True)
+_ROBERTA = replace(_BERT, encoder=_OF_ROBERTA, rows_before_positions=2)
+# GTE 1.5, as the code in its folders has it.
+_GTE = replace(
+    _BERT,
+    gated=True,
+    mlp_bias=False,
+    down_bias=True,
+    turned_layers="all",
+    rows_before_positions=None,
+    required={"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True},
+    defaults={
+        **_BERT.defaults,
+        "max_position_embeddings": 2048,
+        "type_vocab_size": 1,
+        "rope_theta": 10_000.0,
+    },
+    ignored=frozenset({"unpad_inputs", "use_memory_efficient_attention"}),
+)
 
 ENCODERS: dict[str, Family] = {
     "BertModel": _BERT,
+    "ElectraModel": replace(
+        _BERT,
+        encoder=replace(_OF_BERT, classifier="gelu"),
+        required={**_BERT.required, "embedding_size": "hidden_size"},
+    ),
+    "MPNetModel": replace(
+        _ROBERTA,
+        encoder=replace(_OF_ROBERTA, has_types=False, has_biases=True),
+        required={"relative_attention_num_buckets": NUM_BUCKETS},
+    ),
+    "NewModel": _GTE,
+    # The same in transformers.
+    "GteModel": replace(_GTE, defaults={**_GTE.defaults, "max_position_embeddings": 8192, "rope_theta": 160_000.0}),
     "RobertaModel": _ROBERTA,
     "CamembertModel": _ROBERTA,
     "XLMRobertaModel": _ROBERTA,
@@ -73,12 +106,32 @@ ENCODERS: dict[str, Family] = {
         mlp_bias=False,
         turned_layers="all",
         rows_before_positions=None,
-        required={},
+        # Words of the code in its folders, next to those of transformers.
+        keys={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "intermediate_size": "n_inner",
+            "layer_norm_eps": "layer_norm_epsilon",
+            "rope_theta": "rotary_emb_base",
+        },
+        required={"activation_function": "swiglu", "rotary_emb_fraction": 1.0},
         defaults={
             **_BERT.defaults,
             "hidden_act": "silu",
             "max_position_embeddings": 2048,
             "rope_theta": 1000.0,
+        },
+        ignored=_BERT.ignored
+        | {
+            "dense_seq_output",
+            "fused_bias_fc",
+            "fused_dropout_add_ln",
+            "max_trained_positions",
+            "n_positions",
+            "pad_vocab_size_multiple",
+            "scale_attn_weights",
+            "use_xentropy",
         },
     ),
     "ModernBertModel": Family(

@@ -289,7 +289,7 @@ LATENTS: dict[str, Family] = {
     ),
     "SarvamMLAForCausalLM": replace(
         _DEEPSEEK,
-        older_keys={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+        keys={"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
         defaults={
             **_DEEPSEEK.defaults,
             "q_lora_rank": None,

@@ -54,7 +54,7 @@ _OF_BAILING = {"n_routed_experts": "num_experts", "n_shared_experts": "num_share
 _BAILING = replace(
     _GLM4_MOE,
     moe=replace(DEEPSEEK_MOE, count_keys=("n_routed_experts",)),
-    older_keys={**_OF_BAILING, "attention_bias": "use_qkv_bias"},
+    keys={**_OF_BAILING, "attention_bias": "use_qkv_bias"},
     required={
         "use_bias": False,
         "use_rmsnorm": True,
