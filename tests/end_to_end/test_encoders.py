@@ -29,6 +29,8 @@ from transformers import (
     EuroBertModel,
     Gemma3TextConfig,
     Gemma3TextModel,
+    GteConfig,
+    GteModel,
     ModernBertConfig,
     ModernBertForSequenceClassification,
     ModernBertModel,
@@ -80,6 +82,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "modernbert": lambda: ModernBertModel(ModernBertConfig(**MODERN)),
     "distilbert": lambda: DistilBertModel(DistilBertConfig(**DISTIL)),
     "nomic": lambda: NomicBertModel(NomicBertConfig(**HEADS, max_position_embeddings=CONTEXT)),
+    "gte": lambda: GteModel(GteConfig(**HEADS, max_position_embeddings=CONTEXT)),
     "eurobert": lambda: EuroBertModel(
         EuroBertConfig(**HEADS, **ENDS, num_key_value_heads=2, max_position_embeddings=CONTEXT, mask_token_id=3)
     ),
@@ -140,7 +143,10 @@ def says_pooling(folder: Path, mode: str) -> None:
         ("bert", "cls_token"),
         ("modernbert", "mean_tokens"),
         ("mpnet", "mean_tokens"),
-        *(by_night(kind, "cls_token") for kind in ("bert with heads", "electra", "xlm-roberta", "distilbert", "nomic")),
+        *(
+            by_night(kind, "cls_token")
+            for kind in ("bert with heads", "electra", "xlm-roberta", "distilbert", "nomic", "gte")
+        ),
         by_night("eurobert", "mean_tokens"),
     ],
 )
