@@ -84,6 +84,7 @@ MECHANISMS: tuple[tuple[str, tuple[_Sign, ...]], ...] = (
 SERVED_BY_OTHERS = frozenset(
     {
         "experts",
+        "experts that compute nothing",
         "sparse attention that an index chooses for",
         "attention to compressed tokens",
         "several residual streams",

@@ -50,6 +50,12 @@ MODELS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ),
     ("GPTNeoForCausalLM", {"n_positions": 2048}, "no family of its form has learned positions", "GPTNeoXForCausalLM"),
     ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "an encoder", None),
+    (
+        "LongcatNextForCausalLM",
+        {"zero_expert_num": 256, "n_routed_experts": 512},
+        "no family of its form has experts that compute nothing and experts",
+        "LongcatFlashForCausalLM",
+    ),
     ("Exaone4MoeForCausalLM", {"num_experts": 8}, "no family of its form has experts", "Exaone4ForCausalLM"),
 ]
 
