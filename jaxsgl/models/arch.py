@@ -94,8 +94,8 @@ class ModelArch:
         gates, an output head, a tower, and experts unless `weight_format.of_experts` says otherwise. They are
         dequantized as they are loaded.
       head_format: how the checkpoint has quantized the output head, if it is; None: in any of the others' formats.
-      expert_format: how the checkpoint's experts are quantized where nothing else is (MXFP4). Unless it is packed, they
-        are dequantized as they are loaded.
+      expert_format: how the checkpoint's experts are quantized where nothing else is, or all else otherwise (MXFP4).
+        Unless it is packed, they are dequantized as they are loaded.
       may_pack: quantized matrices may be packed: the folder has them as they were published.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
         Layers may have other kv heads (`LayerSpec.heads`).

@@ -459,11 +459,6 @@ def _with_quantization(arch: ModelArch, told: Sequence[tuple[Path, Mapping[str, 
     for path, values in told:
         if not quantization.weights_are_quantized(values):
             continue
-        if arch.grouped is not None:
-            raise CheckpointError(
-                f"{path}: weights of {arch.name} that a checkpoint has quantized are not supported yet: serve one in "
-                "16 bits"
-            )
         if arch.mixture is None or not has_quantized_experts(values):
             return _with_formats(arch, read_quantized(path, values, arch.stored_layers, draft_head=arch.draft_head))
         arch = replace(arch, expert_format=EXPERTS_IN_MXFP4)
@@ -481,6 +476,7 @@ def _with_formats(arch: ModelArch, quantized: Quantized) -> ModelArch:
         weight_format=quantized.fmt,
         stored_format=quantized.fmt,
         head_format=quantized.head,
+        expert_format=quantized.experts or arch.expert_format,
         layers=tuple(layers[: arch.num_layers]),
         next_layer=arch.next_layer and layers[-1],
     )

@@ -68,8 +68,7 @@ def resolve_precision(
         flag = arch.dtype if keeps else "float32"
     weights = jnp.dtype(flag)
     kv = _kv_numbers(kv_flag, arch, weights)
-    if kv == FLOAT8 and (arch.latent is not None or arch.grouped is not None):
-        held = "latents" if arch.grouped is None else "entries of groups of tokens"
+    if kv == FLOAT8 and (held := _held_instead_of_heads(arch)):
         raise ConfigError(
             f"--kv-cache-dtype {FP8_E4M3} does not go with {arch.name}, whose cache holds {held}: leave it out"
         )
@@ -88,11 +87,18 @@ def _kv_numbers(flag: str, arch: ModelArch, weights: jnp.dtype) -> jnp.dtype:
     """What the numbers of the KV cache are, however they are kept."""
     if flag == "auto":
         told = arch.kv_cache_dtype
-        if told is not None and arch.latent is not None:
-            logger.info("%s is calibrated for a KV cache of %s; its latents stay %s", arch.name, told, weights.name)
+        if told is not None and (held := _held_instead_of_heads(arch)):
+            logger.info("%s is calibrated for a KV cache of %s; its %s stay %s", arch.name, told, held, weights.name)
             told = None
         flag = told or weights.name
     return jnp.dtype(FLOAT8 if flag == FP8_E4M3 else flag)
+
+
+def _held_instead_of_heads(arch: ModelArch) -> str:
+    """What the cache holds that has no scales; "" if that is keys and values of heads."""
+    if arch.grouped is not None:
+        return "entries of groups of tokens"
+    return "" if arch.latent is None else "latents"
 
 
 def kv_cache_flag(kv: jnp.dtype) -> str:

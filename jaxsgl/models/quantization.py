@@ -20,6 +20,7 @@ from pallas_kernels import packed
 FP8_E4M3 = "fp8_e4m3"
 FLOAT8 = "float8_e4m3fn"
 FLOAT4 = "float4_e2m1fn"
+MXFP4_PAIRS = ("packed_mxfp4", "int8_mxfp4")  # kinds of `Storage` of MXFP4 in single matrices
 _PACKINGS = {"int4": packed.INT4, FLOAT8: packed.FLOAT8, FLOAT4: packed.MXFP4}  # of numbers, on one CPU
 # Producers whose folders may leave the weights as they are and quantize the KV cache alone.
 _MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
@@ -35,7 +36,7 @@ class Storage:
       kind: "plain" numbers in `weight`; integers in words of 32 bits: "awq", "gptq", "packed" (compressed-tensors); or
         two floats of 4 bits (e2m1) in a byte, with a scale of all scales: "fp4" (ModelOpt), "packed_fp4"
         (compressed-tensors); or with powers of two as scales: "mxfp4" (stacks of experts), "packed_mxfp4"
-        (compressed-tensors).
+        (compressed-tensors), "int8_mxfp4" (DeepSeek V4, whose bytes are `weight`).
       bits: of a number.
       scale: the name of the tensor of scales, instead of `weight`.
       block_rows: how many outputs share a scale.
@@ -169,12 +170,12 @@ class WeightFormat:
 
     @property
     def _is_mxfp4(self) -> bool:
-        return self.storage is not None and self.storage.kind in ("mxfp4", "packed_mxfp4")
+        return self.storage is not None and self.storage.kind in ("mxfp4", *MXFP4_PAIRS)
 
     @property
     def packing_on_cpu(self) -> str:
         """How C++ may take such numbers; "": as they are."""
-        is_mxfp4 = self.storage is not None and self.storage.kind == "packed_mxfp4"
+        is_mxfp4 = self.storage is not None and self.storage.kind in MXFP4_PAIRS
         return packed.MXFP4 if is_mxfp4 else _PACKINGS.get(self.numbers, "")
 
     def on_cpu(self, dtype: str, *, row_bits: int = 16, packs: bool = False, parts: int = 1) -> WeightFormat:

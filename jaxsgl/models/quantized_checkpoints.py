@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.layer_spec import ChannelDeltaNet, LayerSpec
 from jaxsgl.models.quantization import WeightFormat, modelopt_part
-from jaxsgl.models.quantized_formats import MODELOPT, SUPPORTED, read_format
+from jaxsgl.models.quantized_formats import EXPERT_DTYPE, MODELOPT, SUPPORTED, read_expert_format, read_format
 
 HEAD = "lm_head"
 _CHANGES, _EXCEPTS = "+:", "-:"  # before an expression for modules with other numbers, and for unquantized ones
@@ -39,8 +39,10 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     ),
     "q": (("self_attn.q_proj",),),
-    "q_a": (("self_attn.q_a_proj",),),
-    "q_b": (("self_attn.q_b_proj",),),
+    "q_a": (("self_attn.q_a_proj",), ("attn.wq_a",)),
+    "q_b": (("self_attn.q_b_proj",), ("attn.wq_b",)),
+    "kv": (("self_attn.kv_proj",), ("attn.wkv",)),
+    "o_b": (("self_attn.o_b_proj",), ("attn.wo_b",)),
     "kv_a": (("self_attn.kv_a_proj_with_mqa",),),
     "kv_b": (("self_attn.kv_b_proj",),),
     "index_q": (("self_attn.indexer.wq_b",),),
@@ -76,7 +78,7 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2", "block_sparse_moe.experts.0.w3"),
         ("experts.0.gate_proj", "experts.0.up_proj", "experts.0.down_proj"),
         ("experts.gate_up_proj", "experts.down_proj"),
-        tuple(f"feed_forward.experts.0.{name}" for name in ("w1", "w2", "w3")),
+        *(tuple(f"{block}.experts.0.{name}" for name in ("w1", "w2", "w3")) for block in ("feed_forward", "ffn")),
         ("mixer.experts.0.up_proj", "mixer.experts.0.down_proj"),
         ("mixer.experts.up_proj", "mixer.experts.down_proj"),
     ),
@@ -86,10 +88,11 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
             for word in ("shared_experts", "shared_expert", "shared_mlp")
         ),
         ("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+        tuple(f"ffn.shared_experts.{name}" for name in ("w1", "w2", "w3")),
     ),
 }
 # How names of the decoder's modules begin, in the different kinds of folders.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
+_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.", "")
 NEXT_MODULE = "mtp.layers.0"  # of a draft head, which is no part of the decoder
 
 
@@ -99,6 +102,7 @@ class Quantized:
 
     Attributes:
       fmt: the format that they keep.
+      experts: the one that experts keep, if it is another; these are among the `unquantized` ones then.
       unquantized: of each layer, those that keep the model's dtype.
       stored_in: of each layer, those among them that the checkpoint has in other formats than `fmt`.
       head: the format of an output head that is quantized; None: any of the others.
@@ -108,6 +112,7 @@ class Quantized:
     unquantized: tuple[frozenset[str], ...]
     stored_in: tuple[tuple[tuple[str, WeightFormat], ...], ...]
     head: WeightFormat | None = None
+    experts: WeightFormat | None = None
 
 
 def described(folder: Path, config: ConfigFile) -> list[tuple[Path, Mapping[str, Any]]]:
@@ -125,6 +130,9 @@ def described(folder: Path, config: ConfigFile) -> list[tuple[Path, Mapping[str,
     of_decoder = config.get("text_config")  # where Kimi's folders have it
     of_decoder = of_decoder.get("quantization_config") if isinstance(of_decoder, dict) else None
     told_here = config.get("quantization_config") or config.get("compression_config") or of_decoder
+    of_experts = config.get(EXPERT_DTYPE)  # which DeepSeek V4 has beside it
+    if isinstance(told_here, dict) and of_experts is not None:
+        told_here = {EXPERT_DTYPE: of_experts, **told_here}
     found = [(config.path, told_here)]
     others = _FILES if not found[0][1] else ()
     paths = [folder / name for name in (*others, MODELOPT_FILE)]
@@ -172,7 +180,8 @@ def read_quantized(
 ) -> Quantized:
     """What `quantization_config` of the file `path` says of `layers`, of which the last may be a `draft_head`.
 
-    Of several formats one is kept, and what has another one is dequantized as it is loaded.
+    Of several formats one is kept, and what has another one is dequantized as it is loaded; but FP4 of experts in an
+    FP8 release is kept, too, where they have kernels.
 
     Raises `CheckpointError` for a format that is not supported, by its name, and as `read_unquantized`.
     """
@@ -182,7 +191,8 @@ def read_quantized(
         _layer_names(len(layers), draft_head),
     )
     if groups is None:
-        return Quantized(read_format(path, config), tuple(excepted), ((),) * len(layers))
+        whole = Quantized(read_format(path, config), tuple(excepted), ((),) * len(layers))
+        return _with_experts(whole, layers, read_expert_format(path, config))
     formats = [
         {
             name: fmt
@@ -203,6 +213,16 @@ def read_quantized(
         tuple(tuple((name, fmt) for name, fmt in of_layer.items() if fmt != kept) for of_layer in formats),
         next((group.fmt for group in groups if group.has(HEAD)), None),
     )
+
+
+def _with_experts(quantized: Quantized, layers: Sequence[LayerSpec], fmt: WeightFormat | None) -> Quantized:
+    """The same with experts of `layers` in a format of their own; None: they have none."""
+    if fmt is None:
+        return quantized
+    pairs = list(zip(layers, quantized.unquantized, strict=True))
+    stored_in = tuple((("experts", fmt),) if "experts" in spec.matrices - left else () for spec, left in pairs)
+    unquantized = tuple(left | (spec.matrices & {"experts"}) for spec, left in pairs)
+    return replace(quantized, experts=fmt, unquantized=unquantized, stored_in=stored_in)
 
 
 def _most_useful(formats: Sequence[Mapping[str, WeightFormat]]) -> WeightFormat | None:

@@ -23,6 +23,10 @@ SUPPORTED = (
 EXPERTS_IN_MXFP4 = WeightFormat(
     "mxfp4", "float4_e2m1fn", group=MXFP4_GROUP, storage=Storage("mxfp4", 4, scale="_scales")
 )
+EXPERT_DTYPE = "expert_dtype"  # a key of FP8 releases, next to `quantization_config` or in it
+_EXPERTS_IN_FP4 = WeightFormat(
+    "fp8", "int8", group=MXFP4_GROUP, storage=Storage("int8_mxfp4", 4, scale="weight_scale_inv")
+)
 MODELOPT = "modelopt"  # what its methods begin with, and what a configuration without a method is
 FP4_GROUP = 16  # inputs that share a scale in NVFP4
 # Floats of 4 bits in compressed-tensors: how they are stored, and in groups of how many.
@@ -58,6 +62,17 @@ def read_format(path: Path, config: Mapping[str, Any], within: str = "") -> Weig
         raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")
     reader = _Reader(path, config, within)
     return readers[method](reader)
+
+
+def read_expert_format(path: Path, config: Mapping[str, Any]) -> WeightFormat | None:
+    """The format of experts where it is another one than that of `read_format`: FP4 in FP8 releases (DeepSeek V4).
+
+    Raises `CheckpointError` for another `EXPERT_DTYPE`.
+    """
+    if config.get("quant_method") != "fp8":
+        return None
+    told = _Reader(path, config).one_of(EXPERT_DTYPE, "fp8", "fp4", default="fp8")
+    return _EXPERTS_IN_FP4 if told == "fp4" else None
 
 
 def has_quantized_experts(config: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models.quantization import Storage, WeightFormat
+from jaxsgl.models.quantization import MXFP4_PAIRS, Storage, WeightFormat
 from jaxsgl.weights.mxfp4 import MOST_SCALE, check_scales
 from pallas_kernels import packed
 
@@ -26,7 +26,8 @@ WORD_BITS = 32
 _WORDS = ("int32", "uint32")  # dtypes
 # Floats of 4 bits: the tensors of numbers, and of the scale that all scales of the matrix have.
 FP4_NAMES = {"fp4": ("weight", "weight_scale_2"), "packed_fp4": ("weight_packed", "weight_global_scale")}
-MXFP4 = "packed_mxfp4"  # those whose scales are powers of two
+# Other kinds' numbers; those in words are `qweight`.
+_NUMBERS = {"plain": "weight", "packed": "weight_packed", "packed_mxfp4": "weight_packed", "int8_mxfp4": "weight"}
 _AS_STORED = (packed.MXFP4, packed.MXFP4_FRAGMENTS, packed.MXFP4_CODES)  # packings that are made of what is stored
 FP4_DOUBLED = np.array(packed.MXFP4_DOUBLED, np.int8)  # what their codes stand for, doubled so that all are whole
 
@@ -36,7 +37,7 @@ def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
     if storage.kind in FP4_NAMES:
         numbers, of_scales = FP4_NAMES[storage.kind]
         return numbers, storage.scale, of_scales
-    numbers = {"plain": "weight", "packed": "weight_packed", MXFP4: "weight_packed"}.get(storage.kind, "qweight")
+    numbers = _NUMBERS.get(storage.kind, "qweight")
     in_words = storage.kind in ("awq", "gptq")
     names = [numbers, storage.scale]
     if storage.has_zeros or in_words:
@@ -132,8 +133,11 @@ class StoredMatrix:
         self._scale = others[0]
         if self._scale.ndim == 4 and self._scale.shape[1::2] == (1, 1):  # ModelOpt's scales of blocks
             self._scale = self._scale[:, 0, :, 0]
-        if self._storage.kind == MXFP4 and self._scale.dtype == ml_dtypes.float8_e8m0fnu:
+        self._is_mxfp4 = self._storage.kind in MXFP4_PAIRS
+        if self._is_mxfp4 and self._scale.dtype == ml_dtypes.float8_e8m0fnu:
             self._scale = self._scale.view(np.uint8)  # the same bits
+        if self._is_mxfp4 and self._numbers.dtype == np.int8:
+            self._numbers = self._numbers.view(np.uint8)  # as DeepSeek's software calls pairs
         has_zeros = self._storage.has_zeros or self._storage.kind in ("awq", "gptq")
         self._zeros = others[1] if has_zeros else None
         self._scale_of_scales = others[1] if self._storage.kind in FP4_NAMES else None
@@ -144,7 +148,7 @@ class StoredMatrix:
     def numbers(self, rows: Rows) -> Array:
         """`[R, in]` in the dtype of the format, columns in their order; packed MXFP4 as it is stored, `[R, in / 2]`."""
         dtype = self.dtype
-        if self._storage.kind in (*FP4_NAMES, MXFP4):
+        if self._storage.kind in (*FP4_NAMES, *MXFP4_PAIRS):
             pairs = self._numbers[rows]
             if self.fmt.packing in _AS_STORED:
                 return pairs
@@ -162,7 +166,7 @@ class StoredMatrix:
     def scale(self, rows: Rows) -> Array:
         """`[R, G]` float32; of packed MXFP4 as it is stored."""
         out = self.shape[0]
-        if self._storage.kind == MXFP4:
+        if self._is_mxfp4:
             exponents = self._scale[rows]
             check_scales(exponents, self._name, most_scale_of(self.fmt))
             if self.fmt.packing in _AS_STORED:
@@ -271,10 +275,10 @@ class StoredMatrix:
         words = -(-num_in * bits // WORD_BITS)
         expected = {
             "plain": (out, num_in), "packed": (out, words), "gptq": (words, out),
-            "awq": (num_in, out * bits // WORD_BITS), **dict.fromkeys((*FP4_NAMES, MXFP4), (out, num_in // 2)),
+            "awq": (num_in, out * bits // WORD_BITS), **dict.fromkeys((*FP4_NAMES, *MXFP4_PAIRS), (out, num_in // 2)),
         }[kind]  # fmt: skip
         wanted = {
-            "plain": ("int8", "float8_e4m3fn"), **dict.fromkeys((*FP4_NAMES, MXFP4), ("uint8",))
+            "plain": ("int8", "float8_e4m3fn"), **dict.fromkeys((*FP4_NAMES, *MXFP4_PAIRS), ("uint8",))
         }.get(kind, _WORDS)  # fmt: skip
         self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected, wanted)
         rows = -(-out // self._storage.block_rows)
@@ -282,10 +286,10 @@ class StoredMatrix:
         if groups == 1 and kind in ("plain", "packed"):
             of_scale |= {(out,), (), (1,), (1, 1)}
         is_float = np.issubdtype(self._scale.dtype, np.floating) or self._scale.dtype.kind == "V"
-        is_right = self._scale.dtype == np.uint8 if kind == MXFP4 else is_float
+        is_right = self._scale.dtype == np.uint8 if self._is_mxfp4 else is_float
         self._refuse_unless(
             self._scale.shape in of_scale and is_right, "scales", self._scale, sorted(of_scale)[-1],
-            ("uint8", "float8_e8m0fnu") if kind == MXFP4 else ("floats",),
+            ("uint8", "float8_e8m0fnu") if self._is_mxfp4 else ("floats",),
         )  # fmt: skip
         self._refuse_unless(self._numbers.dtype.name in wanted, "numbers", self._numbers, expected, wanted)
         if self._scale_of_scales is not None:

@@ -109,6 +109,7 @@ _OTHER_WORDS = (
 
 # DeepSeek V4's words within a layer and beside layers, in order: patterns, and how recipes have them.
 _DEEPSEEK_V4 = (
+    (r"(?<!_hc)\.scale$", ".weight_scale_inv"),  # of blocks; those of connections stay
     (r"^(?=(layers|norm|embed|hc_head)[._])", "model."),
     (r"^model\.embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
@@ -154,11 +155,11 @@ _BAILING = (
     (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
     (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
 )
-# By how names end that show them.
+# By a part of names that shows them.
 _WORDS_BY_PATTERNS = {
-    ".attn.wq_a.weight": _DEEPSEEK_V4,
-    ".mlp.c_fc_0.weight": _EXAONE,
-    "model.word_embeddings.weight": _BAILING,
+    ".attn.wq_a.": _DEEPSEEK_V4,
+    ".mlp.c_fc_0.": _EXAONE,
+    "model.word_embeddings.": _BAILING,
 }
 
 _HEADS = ("lm_head.", "score.")
@@ -234,8 +235,8 @@ def _of_decoder(stored: list[str]) -> dict[str, str]:
         return of_encoder
     if any(name.startswith("model.layers.0.mlps.0.") for name in stored):
         return {_of_half(name): name for name in stored}
-    for ending, patterns in _WORDS_BY_PATTERNS.items():
-        if any(name.endswith(ending) for name in stored):
+    for part, patterns in _WORDS_BY_PATTERNS.items():
+        if any(part in name for name in stored):
             return {_by_patterns(name, patterns): name for name in stored}
     for starts, table, words in _OTHER_WORDS:
         start = next((each for each in starts if each + table in stored), None)

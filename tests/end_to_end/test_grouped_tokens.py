@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,6 @@ def test_a_page_holds_entries_of_tokens_and_groups_and_what_goes_on_after_it(tmp
         ({"o_groups": 3}, r"8 heads can't be 3 groups \(o_groups\)"),
         ({"partial_rotary_factor": 0.125}, "is 3, but must be even"),
         ({"scoring_func": "sigmoid"}, 'scoring_func is "sigmoid"'),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "has quantized are not"),
     ],
     ids=str,
 )
@@ -181,7 +181,9 @@ def test_flags_that_groups_do_not_go_with_are_refused(flags: dict[str, Any], sai
         check_flags(EngineConfig(**flags), arch)
 
 
-def test_a_cache_in_float8_is_refused(tmp_path: Path) -> None:
+def test_a_cache_in_float8_is_refused_and_one_that_files_were_calibrated_for_stays_wide(tmp_path: Path) -> None:
     arch = read(tmp_path, configuration(KIND))
     with pytest.raises(ConfigError, match="whose cache holds entries of groups"):
         resolve_precision("auto", "fp8_e4m3", arch, "gpu", cpu_multiplies_bfloat16=lambda: False)
+    calibrated = replace(arch, kv_cache_dtype="fp8_e4m3", dtype="bfloat16")
+    assert resolve_precision("auto", "auto", calibrated, "gpu", cpu_multiplies_bfloat16=lambda: False).kv == "bfloat16"

@@ -19,7 +19,7 @@ from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import check_log, running_server
 from tests.grids import NIGHTLY
 from tests.plain_model import mesh_of, plain_logits
-from tests.weights.stored_weights import FORMATS, quantize_folder
+from tests.weights.stored_weights import FORMATS, deepseek_v4_as_published, quantize_folder
 from tests.weights.test_experts import pack
 
 FLAGS = (
@@ -29,7 +29,8 @@ FLAGS = (
 PROMPT = [5 + 7 * i % 190 for i in range(100)]  # the smallest vocabulary has 200 tokens
 NUM_TOKENS = 16
 MXFP4 = "mxfp4"
-NAMES = ["awq", *FORMATS_AT_LOAD, *(name for name in FORMATS if name != "awq"), MXFP4]
+DEEPSEEK_V4 = "deepseek v4"
+NAMES = ["awq", *FORMATS_AT_LOAD, *(name for name in FORMATS if name != "awq"), MXFP4, DEEPSEEK_V4]
 
 
 def checkpoint(name: str, folder: Path, seed: int) -> Path:
@@ -38,13 +39,15 @@ def checkpoint(name: str, folder: Path, seed: int) -> Path:
         made = make_checkpoint("gpt_oss", folder, seed=seed, intermediate_size=64)
         pack(made, seed=seed)
         return made
+    if name == DEEPSEEK_V4:
+        return deepseek_v4_as_published(folder, seed=seed)
     plain = make_checkpoint("qwen3", folder / "plain", seed=seed)
     return plain if name in FORMATS_AT_LOAD else quantize_folder(plain, folder / "stored", name)
 
 
 def logits(name: str, folder: Path, ids: list[int]) -> np.ndarray:
     """By the dequantized weights, one sequence at a time."""
-    meant = folder / "meant" if name in FORMATS else folder
+    meant = folder / "meant" if name in (*FORMATS, DEEPSEEK_V4) else folder
     arch = replace(arch_from_folder(meant), weight_format=FORMATS_AT_LOAD.get(name))
     return plain_logits(arch, load_params(meant, arch, jnp.dtype("float32"), mesh_of()), ids)
 

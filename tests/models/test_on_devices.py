@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoint_kinds import HYBRID_KINDS
 from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY
-from tests.weights.stored_weights import fp8_blocks, hybrid_in_fp8, quantize_folder
+from tests.weights.stored_weights import deepseek_v4_as_published, fp8_blocks, hybrid_in_fp8, quantize_folder
 from tests.weights.test_experts import pack
 
 ATOL = 2e-4
@@ -83,12 +83,14 @@ def test_devices_share_experts_in_blocks_of_fp8_as_gpus_keep_them(
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles a model on devices in up to six layouts; by night")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", ["gpt-oss", "awq", "compressed-tensors mxfp4"])
+@pytest.mark.parametrize("form", ["gpt-oss", "deepseek v4 mxfp4", "awq", "compressed-tensors mxfp4"])
 def test_devices_share_experts_of_4_bits_as_gpus_keep_them(form: str, tmp_path: Path) -> None:
     """Two devices have three blocks of their inputs each; four would cut blocks, and have two with zeros."""
     if form == "gpt-oss":
         folder = make_checkpoint("gpt_oss", tmp_path, seed=3, num_local_experts=8, intermediate_size=384)
         pack(folder, seed=3)
+    elif form == "deepseek v4 mxfp4":
+        folder = deepseek_v4_as_published(tmp_path, o_groups=4, intermediate_size=384)
     else:
         sizes: dict[str, Any] = {"moe_intermediate_size": 384, "intermediate_size": 128, "num_experts": 8}
         plain = make_checkpoint("qwen3_moe", tmp_path / "plain", seed=3, **sizes)

@@ -211,6 +211,30 @@ def mxfp4(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.nd
     return tensors, (values[codes] * np.where(signs, -1, 1) * full).reshape(weights.shape)
 
 
+def _e8m0(exponents: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy((exponents + 127).astype(np.uint8)).view(torch.float8_e8m0fnu)
+
+
+def fp8_of_powers(
+    weights: np.ndarray, rng: np.random.Generator, block: tuple[int, int] = (16, 32)
+) -> tuple[Tensors, np.ndarray]:
+    """Blocks as `fp8_blocks`, whose scales are the least powers of two that keep all numbers."""
+    (out, num_in), (rows, columns) = weights.shape, block
+    full = np.pad(np.abs(weights), ((0, -out % rows), (0, -num_in % columns)))
+    largest = full.reshape(-(-out // rows), rows, -1, columns).max((1, 3))
+    exponents = np.ceil(np.log2(largest / 448)).astype(np.int32)
+    scale = np.repeat(np.repeat(np.ldexp(np.float32(1), exponents), rows, 0)[:out], columns, 1)[:, :num_in]
+    numbers = _float8(weights / scale)
+    return {"weight": _torch8(numbers), "scale": _e8m0(exponents)}, numbers.astype(np.float32) * scale
+
+
+def fp4_of_powers(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """`mxfp4` in bytes that are called int8."""
+    tensors, meant = mxfp4(weights, rng)
+    scale = tensors["weight_scale"].view(torch.float8_e8m0fnu)
+    return {"weight": tensors["weight_packed"].view(torch.int8), "scale": scale}, meant
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     """`quantization_config` of compressed-tensors."""
     defaults = {"symmetric": True, "dynamic": False}
@@ -356,3 +380,53 @@ def hybrid_in_fp8(kind: str, folder: Path) -> Path:
     form = FP8, partial(fp8_blocks, block=HYBRID_BLOCK)
     exceptions = ["lm_head", "mtp.fc", *names]
     return quantize_folder(plain, folder / "stored", form, exceptions=exceptions, excepted=r"in_proj_(ba|a|b)\.")
+
+
+V4_BLOCK = (16, 32)
+# Sizes that kernels take packed in such blocks.
+OF_V4: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "head_dim": 32,
+    "q_lora_rank": 96,
+    "o_lora_rank": 32,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "intermediate_size": 64,  # which transformers has for the same
+    "n_routed_experts": 8,
+}
+# Experts in FP4; what else is in FP8, which is all but gates, embedding, head and what makes entries of groups.
+_V4_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
+_V4_IN_FP8 = r"\.attn\.w(q_a|q_b|kv|o_a|o_b)\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+
+
+def deepseek_v4_as_published(folder: Path, *, seed: int = 3, expert_dtype: str = "fp4", **sizes: Any) -> Path:
+    """A random DeepSeek V4 with names, dtypes and configuration of published folders, but for the size of blocks."""
+    plain = make_checkpoint("deepseek_v4", folder / "plain", seed=seed, **{**OF_V4, **sizes})
+    of_blocks = partial(fp8_of_powers, block=V4_BLOCK)
+    of_experts: Quantize = fp4_of_powers if expert_dtype == "fp4" else of_blocks
+
+    def form_of(name: str) -> Quantize | None:
+        return of_experts if re.search(_V4_EXPERTS, name) else of_blocks if re.search(_V4_IN_FP8, name) else None
+
+    config = {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+        "weight_block_size": list(V4_BLOCK),
+    }  # fmt: skip
+    stored = quantize_each(plain, folder / "stored", config, form_of, seed)
+    tensors = {_as_published(name): tensor for name, tensor in load_file(stored / "model.safetensors").items()}
+    draft = {
+        "mtp.0.attn.wq_a.weight": torch.zeros(16, 32).to(torch.float8_e4m3fn),
+        "mtp.0.attn.wq_a.scale": _e8m0(np.zeros((1, 1))),
+    }
+    save_file({**tensors, **draft}, stored / "model.safetensors")
+    text = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**text, "expert_dtype": expert_dtype}))
+    return stored
+
+
+def _as_published(name: str) -> str:
+    """A name that transformers saves."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+    return name.replace(".attn.norm.", ".attn.kv_norm.")
