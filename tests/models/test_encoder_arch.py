@@ -39,13 +39,13 @@ IN_TRANSFORMERS_WORDS = {
 }  # fmt: skip
 
 
-def read(folder: Path, architecture: str, longest: int = 10**30) -> ModelArch:
+def read(folder: Path, architecture: str, longest: int = 10**30, tokenizer: str = "BertTokenizer") -> ModelArch:
     (folder / "config.json").write_text(json.dumps(BERT | {"architectures": [architecture]}))
     added = {"3": {"content": "[SEP]"}}
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
             {
-                "tokenizer_class": "BertTokenizer",
+                "tokenizer_class": tokenizer,
                 "sep_token": "[SEP]",
                 "added_tokens_decoder": added,
                 "model_max_length": longest,
@@ -60,6 +60,17 @@ def test_tokens_after_a_separator_are_of_the_second_type_where_pairs_are_taken_a
     for architecture, after in (("BertForSequenceClassification", 3), ("BertModel", None), ("BertForMaskedLM", None)):
         encoder = read(tmp_path, architecture).encoder
         assert encoder is not None and encoder.second_after == after
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokenizer", "after"),
+    [("Electra", "ElectraTokenizer", 3), ("Bert", "PreTrainedTokenizerFast", None), ("MPNet", "MPNetTokenizer", None)],
+)
+def test_tokenizers_that_tell_types_are_those_of_bert_and_electra(
+    architecture: str, tokenizer: str, after: int | None, tmp_path: Path
+) -> None:
+    encoder = read(tmp_path, f"{architecture}ForSequenceClassification", tokenizer=tokenizer).encoder
+    assert encoder is not None and encoder.second_after == after
 
 
 def test_texts_are_as_long_as_sentence_transformers_takes_them_unless_the_flag_says_more(tmp_path: Path) -> None:
