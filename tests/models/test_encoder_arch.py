@@ -6,10 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.start.sizing import choose_context_length
+from jaxsgl.engine.layer_state import layer_states
+from jaxsgl.engine.start.memory import Memory
+from jaxsgl.engine.start.sizing import choose_context_length, plan_capacity
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.arch import serve_as
@@ -112,3 +115,11 @@ def test_nomic_bert_of_another_form_is_refused(change: dict[str, object], messag
     (tmp_path / "config.json").write_text(json.dumps(NOMIC | change))
     with pytest.raises(CheckpointError, match=message):
         arch_from_folder(tmp_path)
+
+
+def test_steps_hold_more_prompts_than_one_of_the_longest(tmp_path: Path) -> None:
+    arch = serve_as(read(tmp_path, "BertModel"), is_embedding=False, enable_embeddings=False, matryoshka=False)
+    for chunk, found in ((2048, 2048), (8192, 4 * 512), (64, 512)):
+        config = EngineConfig(chunked_prefill_size=chunk, max_running_requests=4)
+        states = layer_states(arch, 16, jnp.dtype(jnp.float32))
+        assert plan_capacity(config, arch, states, Memory("cpu", 1 << 40, 1 << 40)).max_extend_tokens == found

@@ -157,7 +157,9 @@ def plan_capacity(
     num_snapshots = _num_snapshots(config, states, memory, num_rows) if states.row_bytes else None
     tower = tower_capacity(config, arch, memory.platform)
     whole_prompts = arch.encoder is not None or config.chunked_prefill_size == UNLIMITED
-    max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length)
+    # An encoder's contexts are short, and its steps hold the prompts of many rows.
+    longest = num_rows * context_length if arch.encoder is not None else context_length
+    max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length, longest)
     if whole_prompts:
         max_extend_tokens = max(max_extend_tokens, context_length)
     if tower is not None and arch.vision is not None and arch.vision.sees_ahead:
@@ -323,15 +325,18 @@ def _row_bytes(config: EngineConfig, arch: ModelArch, platform: str) -> int:
     return arch.vision.row_len * jnp.dtype(dtype).itemsize
 
 
-def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int) -> int:
-    """The most tokens of a step that extends prompts, next to which all other rows may decode in mixed steps."""
+def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int, longest: int) -> int:
+    """The most tokens of a step that extends prompts, next to which all other rows may decode in mixed steps.
+
+    `longest` is a chunked step's limit besides --chunked-prefill-size.
+    """
     scheduling = config.scheduling
     decodes = num_rows - 1 if config.mixes_steps else 0
     chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(platform, OTHER_CHUNK_TOKENS)
     if chunk == UNLIMITED:
         return max(context_length, min(scheduling.max_prefill_tokens, num_rows * context_length)) + decodes
     least = 2 * num_rows if config.num_ranks > 1 else 1  # all rows of a rank may decode while it or another extends
-    return max(min(chunk // config.num_ranks, context_length, scheduling.max_prefill_tokens + decodes), least)
+    return max(min(chunk // config.num_ranks, longest, scheduling.max_prefill_tokens + decodes), least)
 
 
 def _check_windows(arch: ModelArch, vision: VisionArch, image_tokens: int) -> None:
