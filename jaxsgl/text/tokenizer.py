@@ -431,10 +431,10 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Loads the tokenizer of a local folder, or of a hub id at `revision`. Takes seconds: it imports transformers.
 
-    A `chat_template` replaces the model's own.
+    A `chat_template`, which a flag gives, replaces the model's own.
 
     A folder without any tokenizer file gives a `Tokenizer` that takes token ids only. Raises `CheckpointError` if the
-    folder is missing or its tokenizer is broken.
+    folder is missing, or its tokenizer or the `chat_template` is broken.
     """
     folder = Path(model)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
@@ -447,12 +447,25 @@ def load_tokenizer(
         found = TokenizerFiles(model, revision).tokenizer()
         if chat_template is not None:
             found.chat_template = chat_template
+            _check_syntax(found)
         return Tokenizer(found, split_special_tokens)
     except CheckpointError:
         raise
     except Exception as error:  # transformers and tokenizers raise all kinds here, bare Exception included
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"the tokenizer of {model} can't be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _check_syntax(tokenizer: Any) -> None:
+    """Raises `CheckpointError` if its chat template is no Jinja. Which messages it refuses is its own matter."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except Exception as error:  # a program works on the message; what is no program is seen before
+        if isinstance(error, TemplateSyntaxError):
+            reason = f"at line {error.lineno}: {error.message}"
+            raise CheckpointError(f"--chat-template is no Jinja {reason}: correct it") from None
 
 
 def num_bytes_of(text: str) -> int:

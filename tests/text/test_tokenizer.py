@@ -80,6 +80,15 @@ def test_gpt_oss_sees_a_text_between_its_reasoning_and_a_call(tmp_path: Path) ->
     assert tokenizer.render_chat(turns, TemplateOptions()) == "<Hm.\n\nI look.><I look.><Hm.>"
 
 
+def test_a_template_of_a_flag_that_is_no_jinja_ends_the_start(tmp_path: Path) -> None:
+    """Clients would be told that their messages are refused, each of them."""
+    folder = save(byte_level(), tmp_path, chat_template=None)
+    with pytest.raises(CheckpointError, match="--chat-template is no Jinja at line 2: Expected an expression"):
+        load_tokenizer(folder, chat_template="a\n{% if %}")
+    picky = "{{ raise_exception('no') }}{% generation %}{% endgeneration %}"
+    assert load_tokenizer(folder, chat_template=picky).chat_template == picky
+
+
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(byte_level(), tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
