@@ -8,7 +8,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.grammars.queue import Answer, GrammarQueue
-from jaxsgl.testing.engine import next_allowed
+from jaxsgl.testing.engine import next_allowed, seed_of
 from jaxsgl.testing.grammars import compile_fake
 
 
@@ -33,7 +33,7 @@ class GrammarsInTurn(GrammarQueue):
 
 
 def constrained_output(
-    request: Request, max_new: int, vocab_size: int, eos_ids: frozenset[int]
+    request: Request, max_new: int, vocab_size: int, eos_ids: frozenset[int], weights: int = 0
 ) -> tuple[list[int], FinishReason | RefusalKind]:
     """What a request with a grammar or limits yields, and why it ends: by the rules, token by token."""
     params = request.sampling
@@ -53,7 +53,9 @@ def constrained_output(
         may -= _forbidden(params, output, vocab_size)
         if not may:
             return output, FinishReason.STOP if accepts and matcher is not None else RefusalKind.INVALID
-        output.append(next_allowed([*request.prompt_ids, *output], set(range(vocab_size)) - may, vocab_size))
+        sequence = [*request.prompt_ids, *output]
+        seed = seed_of([weights] * len(sequence))
+        output.append(next_allowed(sequence, set(range(vocab_size)) - may, vocab_size, seed))
         if output[-1] in stops:
             return output, FinishReason.STOP
         if matcher is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace as changed
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
@@ -10,6 +11,7 @@ from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, patches_of
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.device import image_ids
 from jaxsgl.testing.engine import generate
+from tests.scheduler.grammars import constrained_output
 from tests.scheduler.serving import VOCAB
 
 PLACEHOLDER, LINE_END = 999, 997
@@ -60,4 +62,6 @@ def expected(request: Request, weights: int = 0, adapter: int = 0, stop_ids: fro
         ids[item.offset : item.stop] = [given if given == LINE_END else found for given, found in of_tokens]
     max_tokens = request.sampling.max_tokens
     assert max_tokens is not None
+    if request.sampling.masked:
+        return constrained_output(changed(request, prompt_ids=ids), max_tokens, VOCAB, stop_ids, weights + adapter)[0]
     return generate(ids, max_tokens, stop_ids, VOCAB, weights=weights + adapter)

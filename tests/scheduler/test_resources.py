@@ -1,10 +1,10 @@
 """Random histories of all resources at once: whatever a request has taken is given back, whatever its end.
 
-Adapters, images, the host tier, states with snapshots, drafts and priorities in several mixtures, each scarce; requests
-that finish, are aborted, retracted, preempted, late, or fail by a fault of ours; replaced adapters, other weights,
-flushes. The oracle is the hash chain of each request's tokens, images and adapter. After every event the accounts of
-each resource are those of the requests that there are (`Resource.check`, which `CheckedScheduler` asks for); when all
-have ended, nothing is held.
+Adapters, images, the host tier, states with snapshots, drafts, grammars and priorities in several mixtures, each
+scarce; requests that finish, are aborted, retracted, preempted, late, or fail by a fault of ours; replaced adapters,
+other weights, flushes. The oracle is the hash chain of each request's tokens, images and adapter. After every event the
+accounts of each resource are those of the requests that there are (`Resource.check`, which `CheckedScheduler` asks
+for); when all have ended, nothing is held.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort, LoadAdapter
 from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.latency import Latency
@@ -44,6 +45,7 @@ from tests.checked import CheckedApplier, CheckedScheduler
 from tests.choices import Choices, check_histories
 from tests.grids import count
 from tests.scheduler.drafters import Asking
+from tests.scheduler.grammars import GrammarsInTurn
 from tests.scheduler.image_requests import PATCH_LEN, PLACEHOLDER, asked, expected
 from tests.scheduler.serving import VOCAB
 from tests.scheduler.tiered import Stepper, tier_of
@@ -53,10 +55,13 @@ MUTABLE = (
     "_used", "_removed", "_placements", "_keeps_places", "_begun", "_ahead", "_coming", "_taken", "_left", "seconds",
 )  # fmt: skip
 NAMES = ("one", "two", "three")
+GRAMMARS = ("0 5", "2 40", "0 9 fails", "none")  # tests/scheduler/grammars.py
+MASKS: list[dict[str, Any]] = [{"grammar": Grammar.regex(text)} for text in GRAMMARS] + [{"bad_word_ids": ((7,),)}]
 POISON = 997  # a chunk that has it can't be built
 KINDS = (  # what a history has
     "images adapters tier", "images tier", "adapters tier", "images states", "images adapters tier drafts",
     "images tier priorities", "images states priorities", "images adapters tier drafts priorities late",
+    "images adapters tier drafts grammars", "adapters states drafts grammars priorities late",
 )  # fmt: skip
 
 
@@ -120,6 +125,7 @@ class History:
         kind = one_of(KINDS).split()
         self.has_images, self.has_adapters, has_tier = ("images" in kind, "adapters" in kind, "tier" in kind)
         self.has_priorities, self.are_late = "priorities" in kind, "late" in kind
+        self.has_grammars = "grammars" in kind
         sizes = Capacity(4, one_of((18, 26, 40)), one_of((3, 2, 5)), 64, one_of((64, 9, 24, 6)), VOCAB)
         max_itl_ms = one_of((None, 1000.0))
         if self.has_images:
@@ -153,6 +159,7 @@ class History:
             config=config,
             retract_also=None if every is None else RetractEvery(every),
             make_builder=FailingBuilder,
+            grammars=GrammarsInTurn(VOCAB, lambda: self.stepper.now_s),
         )
         self.stepper.refused = {}
         self.scheduler = self.stepper.scheduler
@@ -212,7 +219,8 @@ class History:
             request = changed(request, prompt_ids=[POISON, *request.prompt_ids], media=media)
         elif doom == "last":
             request = changed(request, prompt_ids=[*request.prompt_ids, POISON])
-        request = changed(request, sampling=changed(request.sampling, n=one_of((1, 1, 2))))
+        masks: dict[str, Any] = one_of(({}, {}, *MASKS)) if self.has_grammars else {}
+        request = changed(request, sampling=changed(request.sampling, n=one_of((1, 1, 2)), **masks))
         self.requests[request_id] = request
         self.weights[request_id] = self.base, 1000 * self.weights_of.get(request.adapter, 0)
         self.stepper.receive(request)
@@ -293,12 +301,15 @@ class History:
     def check_end(self, request: Request, outputs: list[int], refused: Refusal | None) -> None:
         if refused is not None and refused.kind is RefusalKind.FAILED:
             assert POISON in (*request.prompt_ids, *outputs)
+        elif refused is not None and refused.kind is RefusalKind.INVALID:
+            grammar = request.sampling.grammar
+            assert grammar is not None and grammar.text in ("0 9 fails", "none")
         elif refused is not None:
             assert self.are_late and refused.kind in (RefusalKind.WAITED, RefusalKind.RAN)
         elif POISON in request.prompt_ids:
             raise AssertionError(f"{request.request_id} was to fail")
         elif request.request_id in self.mixed:
-            assert len(outputs) == (request.sampling.max_tokens or 0) * request.sampling.n
+            assert request.sampling.masked or len(outputs) == (request.sampling.max_tokens or 0) * request.sampling.n
         else:
             whole = expected(request, *self.weights[request.request_id])
             assert outputs == whole if request.sampling.n == 1 else sorted(outputs) == sorted(2 * whole)

@@ -102,7 +102,13 @@ class Stepper:
             self.engine.apply(op, number)
         if inputs is not None:
             self._in_flight.append(self.engine.submit(inputs))
-        if collects and self._in_flight:
+        is_alone = len(self._in_flight) == 1
+        collects = collects and bool(self._in_flight)
+        if collects and not is_alone:
+            self._collect()
+        if inputs is not None and inputs.masked:
+            self._in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_choices))
+        if collects and is_alone:
             self._collect()
         if self.scheduler.ops.waiting and not self.holds_gathers:
             self.scheduler.ops.finished(self.engine.poll())
