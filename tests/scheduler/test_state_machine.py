@@ -1,7 +1,5 @@
 """Random histories of requests and commands against scheduler, cache and fake engine; integrity after every step.
 
-pytestmark = pytest.mark.histories
-
 The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
 every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits. A
 follower of the prefix cache that hears its events alone must know exactly what is in it. Every command is answered
@@ -62,6 +60,8 @@ from tests.scheduler.drafters import KINDS, knowing
 from tests.scheduler.grammars import GrammarsInTurn
 from tests.scheduler.staged import StagedFake
 from tests.scheduler.tiered import check_names, tier_of
+
+pytestmark = pytest.mark.histories
 
 NUM_BASES = 3
 GRAMMARS = ("0 5", "1 12", "2 40", "3 1", "0 9 fails", "none")  # seed and longest text; tests/scheduler/grammars.py
