@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.delta_tokens import Heads, Sequences, Solved, StateTokens
+from pallas_kernels.delta_tokens import Heads, Sequences, Solved, SolvedByChannel, StateTokens
 from pallas_kernels.experts import GatedUnit, Groups, UnitWeights
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.norm import Addend
@@ -356,7 +356,8 @@ class DeltaDecode(Protocol):
         corrects: bool,
         interpret: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        """q and k `[S, K, h]`, v `[S, K, r, v]`, decay and beta `[S, K, r]`, states `[P, K, r, h, v]`, all float32.
+        """q and k `[S, K, h]`, v `[S, K, r, v]`, decay and beta `[S, K, r]`, states `[P, K, r, h, v]`, all float32; the
+        decay may be `[S, K, r, h]`, of each row of a state.
 
         Returns what is read, as v, and the states: those at place `[S]` (zeros unless has_state `[S]`) after the token,
         also at kept_to `[S]` where that is not -1. What a state writes is v less what it reads at k if that `corrects`.
@@ -369,8 +370,8 @@ class DeltaBlocks(Protocol):
 
     def __call__(
         self,
-        heads: Heads,
-        solved: Solved | None,
+        heads: Heads | None,
+        solved: Solved | SolvedByChannel | None,
         matrices: jax.Array,
         read: jax.Array,
         seqs: Sequences,
@@ -382,7 +383,8 @@ class DeltaBlocks(Protocol):
         q, k and v are in the dtype that factors of products may be rounded to, the rest is float32, log a `[.., K, r]`.
         Returns `read [64 + T + 64, K, r, v]` with the rows of these tokens, and the states after them, also as
         `seqs.kept_to` says.
-        `solved` is given if the rule corrects, its keys in that dtype.
+        `solved` is given if the rule corrects, its keys in that dtype. Where each row of a state decays by itself, no
+        heads are given, and in it values and decays alone are float32.
         """
         ...
 
@@ -405,7 +407,8 @@ class DeltaRun(Protocol):
     ) -> tuple[jax.Array, jax.Array]:
         """`[T, K, r, v]` of what is read, gated, as `DeltaStep` returns it, and the states of matrices.
 
-        The product is in one part. A state whose place is -1 goes nowhere; inputs are only read.
+        The product is in one part. A state whose place is -1 goes nowhere; inputs are only read. Of Mamba a prompt is
+        such a run, too.
         """
         ...
 

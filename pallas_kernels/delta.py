@@ -26,16 +26,26 @@ Sources: Yang et al., arXiv 2412.06464 (the chunked form); Dao and Gu, arXiv 240
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from pallas_kernels.backend import DeltaScan
 from pallas_kernels.convolution import convolve_decode, convolve_extend, kept_inputs
-from pallas_kernels.delta_tokens import BLOCK, Heads, SelectiveTokens, Sequences, Solved, StateTokens
+from pallas_kernels.delta_tokens import (
+    BLOCK,
+    ChannelTokens,
+    Heads,
+    SelectiveTokens,
+    Sequences,
+    Solved,
+    SolvedByChannel,
+    StateTokens,
+)
 from pallas_kernels.dispatch import choose_kernel_or_xla, refusals_of
 from pallas_kernels.selective import selective_block, selective_decode
 from pallas_kernels.target import target_device
@@ -157,6 +167,8 @@ def delta_extend(
     if scan is not None:
         read, *after = scan(tokens, *states, seqs, interpret)
         return read, DeltaStates(*after)
+    if isinstance(tokens, SelectiveTokens) and (ran := _ran(tokens, states, seqs, backend, interpret)) is not None:
+        return ran
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_decode, backend, tokens, states.matrices, interpret=interpret
     )
@@ -180,7 +192,8 @@ def delta_extend(
         if kernel is None:
             read, states = _decoded(mine, states, seqs.place, has_state, kept_to, tokens)
         else:
-            each = mine.q, mine.k, mine.v, jnp.exp(mine.log_decay[..., 0]), mine.beta
+            log_decay = mine.log_decay if isinstance(tokens, ChannelTokens) else mine.log_decay[..., 0]
+            each = mine.q, mine.k, mine.v, jnp.exp(log_decay), mine.beta
             read, matrices = kernel(*each, states.matrices, seqs.place, has_state, kept_to, tokens.corrects, interpret)
             states = states._replace(matrices=matrices)
         at = jnp.where(is_alone, offsets[:-1] + BLOCK, len(out))
@@ -193,11 +206,9 @@ def delta_extend(
         matrices, out = _looped(padded, states.matrices, out, seqs, blocks, tokens)
     else:
         states, out = decode(states, out)
-        factors = jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32
-        solved = _solved(padded, blocks, factors) if tokens.corrects else None
-        rounded = padded._replace(**{name: getattr(padded, name).astype(factors) for name in ("q", "k", "v")})
-        rounded = rounded._replace(log_decay=padded.log_decay[..., 0])
-        out, matrices = of_blocks(rounded, solved, states.matrices, out, seqs, blocks.counts, interpret)
+        factors = jnp.dtype(jnp.bfloat16 if tokens.dtype == jnp.bfloat16 else jnp.float32)
+        given = _given(padded, blocks, tokens, factors)
+        out, matrices = of_blocks(*given, states.matrices, out, seqs, blocks.counts, interpret)
     return tokens.gated(out[BLOCK:-BLOCK], heads.v), states._replace(matrices=matrices)
 
 
@@ -219,13 +230,8 @@ def delta_run(
     if scan is not None:
         read, *after = scan(tokens, *states, seqs_of_kernel, interpret)
         return read, DeltaStates(*after)
-    kernel = choose_kernel_or_xla(
-        "delta_decode", lambda each: each.delta_run, backend, tokens, states.matrices, interpret=interpret
-    )
-    if kernel is not None:
-        read, matrices = kernel(tokens, *states, seqs_of_kernel, interpret)
-        inputs = kept_inputs(tokens.mixed, states.inputs, seqs) if moves else states.inputs
-        return tokens.finished(read), DeltaStates(matrices, inputs)
+    if (ran := _ran(tokens, states, seqs_of_kernel, backend, interpret, moves=moves)) is not None:
+        return ran
     if moves:
         return delta_extend(tokens, states, seqs, backend=backend, interpret=interpret)
     # No sooner than the product: else all layers' copies are made at once, and are in memory together.
@@ -234,6 +240,20 @@ def delta_run(
     tokens = replace(tokens, product=product)
     read, _ = delta_extend(tokens, copies, seqs.apart(), backend=backend, interpret=interpret)
     return read, states
+
+
+def _ran(
+    tokens: StateTokens, states: DeltaStates, seqs: Sequences, backend: str, interpret: bool, *, moves: bool = True
+) -> tuple[jax.Array, DeltaStates] | None:
+    """What a kernel that goes from token to token makes of runs, or None if there is none."""
+    kernel = choose_kernel_or_xla(
+        "delta_decode", lambda each: each.delta_run, backend, tokens, states.matrices, interpret=interpret
+    )
+    if kernel is None:
+        return None
+    read, matrices = kernel(tokens, *states, seqs, interpret)
+    inputs = kept_inputs(tokens.mixed, states.inputs, seqs) if moves else states.inputs
+    return tokens.finished(read), DeltaStates(matrices, inputs)
 
 
 def _looped(
@@ -263,18 +283,41 @@ def _looped(
     return looped
 
 
-def _solved(padded: Heads, blocks: _Blocks, factors: DTypeLike) -> Solved:
-    """The corrections inside of all blocks at once, with keys in the dtype of factors."""
+def _given(
+    padded: Heads, blocks: _Blocks, tokens: StateTokens, factors: jnp.dtype
+) -> tuple[Heads | None, Solved | SolvedByChannel | None]:
+    """What a kernel of blocks takes of the tokens, with factors of products in their dtype."""
 
-    def one(block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        is_mine = blocks.is_mine(block) & (block < blocks.count)
-        mine = (jnp.where(_like(is_mine, part), part, 0.0) for part in (
-            _cut(each, blocks.first_token(block) + BLOCK) for each in padded
-        ))  # fmt: skip
-        return _corrected(Heads(*mine))
+    def of_all(what: Callable[[Heads], tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
+        def one(block: jax.Array) -> tuple[jax.Array, ...]:
+            is_mine = blocks.is_mine(block) & (block < blocks.count)
+            mine = (jnp.where(_like(is_mine, part), part, 0.0) for part in (
+                _cut(each, blocks.first_token(block) + BLOCK) for each in padded
+            ))  # fmt: skip
+            return what(Heads(*mine))
 
-    values, keys = jax.vmap(one)(jnp.arange(len(blocks.seq)))
-    return Solved(values, keys.astype(factors), blocks.first)
+        return jax.vmap(one)(jnp.arange(len(blocks.seq)))
+
+    if isinstance(tokens, ChannelTokens):
+        values, decay, *others = of_all(_of_channels)
+        keys, queries, scores, left = (each.astype(factors) for each in others)
+        return None, SolvedByChannel(Solved(values, keys, blocks.first), queries, scores, left, decay)
+    solved: Solved | None = None
+    if tokens.corrects:
+        values, keys = of_all(_corrected)
+        solved = Solved(values, keys.astype(factors), blocks.first)
+    rounded = padded._replace(**{name: getattr(padded, name).astype(factors) for name in ("q", "k", "v")})
+    return rounded._replace(log_decay=padded.log_decay[..., 0]), solved
+
+
+def _of_channels(heads: Heads) -> tuple[jax.Array, ...]:
+    """Of `SolvedByChannel` values, the decay, keys, queries, scores, and what is left of keys."""
+    total = _totals(heads)
+    q, k = (_of_key_heads(each) for each in (heads.q, heads.k))
+    last = total[..., -1:, :]
+    values, keys = _corrected(heads)
+    decay, found = jnp.exp(last[..., 0, :]), _found(q, k, total)
+    return values, decay, keys, q * jnp.exp(total), found, k * jnp.exp(last - total)
 
 
 def _of_tokens_alone(heads: Heads, seqs: Sequences, is_alone: jax.Array) -> Heads:
@@ -406,27 +449,33 @@ def _found_by_channel(x: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array
     """`_found` where each number of a key decays by itself.
 
     What is left cannot be multiplied after the product, and the factors before it, exp(total) and exp(-total), may be
-    too large. So tokens come in parts of 8: what a part finds of those before it is a product of x and k, both as they
-    have decayed to the part's beginning, where no factor exceeds 1. Within a part there are few pairs, and each has its
-    own factors.
+    too large. So the block is halved, and its halves again, down to parts of 8: what a later half finds of the earlier
+    one is a product of x and k, both as they have decayed to where the halves meet, where no factor exceeds 1. Within a
+    part there are few pairs, and each has its own factors.
     """
-    *heads, _, h = total.shape
-    num_parts = BLOCK // _DIRECT
 
-    def parts(each: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(each, total.shape).reshape(*heads, num_parts, _DIRECT, h)
+    def parts(each: jax.Array, size: int) -> jax.Array:
+        return jnp.broadcast_to(each, total.shape).reshape(*total.shape[:2], BLOCK // size, size, total.shape[-1])
 
-    x_parts, k_parts, totals = parts(x), parts(k), parts(total)
-    begin = totals[..., :1, :]  # after a part's first token
-    first = jnp.arange(num_parts) * _DIRECT
-    is_before = (jnp.arange(BLOCK) < first[:, None])[..., None]  # [parts, 64, 1]
-    of_keys = jnp.exp(jnp.where(is_before, begin - total[:, :, None], -jnp.inf))
-    far = _dot("krpah,krpbh->krpab", x_parts * jnp.exp(totals - begin), k[:, :, None] * of_keys)
+    x_parts, k_parts, totals = (parts(each, _DIRECT) for each in (x, k, total))
     left = jnp.moveaxis(_since(jnp.moveaxis(totals, -1, -2)), -3, -1)  # [K, r, parts, 8, 8, h]
-    near = (x_parts[..., :, None, :] * k_parts[..., None, :, :] * left).sum(axis=-1)
-    of_part = jnp.eye(num_parts, dtype=near.dtype)[:, None, :, None]
-    near = (near[..., None, :] * of_part).reshape(far.shape)
-    return (far + near).reshape(*heads, BLOCK, BLOCK)
+    found = (x_parts[..., :, None, :] * k_parts[..., None, :, :] * left).sum(axis=-1)
+    size = _DIRECT
+    while size < BLOCK:
+        totals = parts(total, size)
+        before, after = totals[:, :, 0::2], totals[:, :, 1::2]
+        meet = after[..., :1, :]  # after the later half's first token
+        of_x, of_k = parts(x, size)[:, :, 1::2] * jnp.exp(after - meet), parts(k, size)[:, :, 0::2]
+        far = _dot("krpah,krpbh->krpab", of_x, of_k * jnp.exp(meet - before))
+        found = _joined(found[:, :, 0::2], far, found[:, :, 1::2])
+        size *= 2
+    return found[:, :, 0]
+
+
+def _joined(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
+    """Lower triangular matrices of two halves, and what stands between them, as one of twice the size."""
+    above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
 
 
 def _of_key_heads(x: jax.Array) -> jax.Array:
@@ -455,8 +504,7 @@ def _inverse(system: jax.Array) -> jax.Array:
         first, second = rows[:, :, 0::2], rows[:, :, 1::2]
         between = jnp.stack([cut(2 * i + 1, 2 * i, size) for i in range(BLOCK // size // 2)], axis=2)
         corner = -_dot("krpab,krpbc->krpac", second, _dot("krpab,krpbc->krpac", between, first))
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        rows = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        rows = _joined(first, corner, second)
         size *= 2
     return rows[:, :, 0]
 

@@ -80,6 +80,24 @@ class Solved(NamedTuple):
     first: jax.Array
 
 
+class SolvedByChannel(NamedTuple):
+    """The same where each number of a key decays by itself, and all else that blocks read of their tokens.
+
+    Attributes:
+      solved: see there.
+      queries: `[B, K, r, 64, h]` what the state before the block is read at: q, as much as is left of the state.
+      scores: `[B, K, r, 64, 64]` what queries find of the block's keys.
+      left: `[B, K, r, 64, h]` of keys, what is left at the block's end.
+      decay: `[B, K, r, h]` of the whole block.
+    """
+
+    solved: Solved
+    queries: jax.Array
+    scores: jax.Array
+    left: jax.Array
+    decay: jax.Array
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("taps", "rates", "scales"), meta_fields=("row", "eps"))
 @dataclass(frozen=True)
 class DeltaVectors:

@@ -76,9 +76,12 @@ class MatrixShape:
         return self.numbers == FLOAT8.dtype.name and not (self.inputs % ROW_GROUP or self.group % ROW_GROUP)
 
 
+RULES = ("delta rule", "delta rule by channel", "Mamba-2", "Mamba")
+
+
 @dataclasses.dataclass(frozen=True)
 class StateShape:
-    """The state of a layer with a gated delta-net, or Mamba-2."""
+    """The state of a layer that mixes tokens by one of `RULES`."""
 
     key_heads: int
     """K."""
@@ -90,8 +93,10 @@ class StateShape:
     """v."""
     taps: int
     """Tokens that its convolution reads."""
-    corrects: bool = True
-    """Whether it has the delta rule; else that of Mamba-2."""
+    rule: str = "delta rule"
+    """One of `RULES`."""
+    rank: int = 0
+    """Numbers that steps are made of, of Mamba."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import L2_EPS, MambaTokens, SelectiveTokens, StateTokens
+from pallas_kernels.delta_tokens import L2_EPS, ChannelTokens, MambaTokens, SelectiveTokens, StateTokens
 
 _NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
 
@@ -31,6 +31,11 @@ def small_of(tokens: StateTokens) -> Small:
     if isinstance(tokens, MambaTokens):
         return Small(vectors.taps, tokens.vectors.bias, vectors.rates, None)
     return Small(vectors.taps, None, vectors.rates, vectors.scales)
+
+
+def kind_of(tokens: StateTokens) -> type["Head"]:
+    """How what stands in these tokens' products is read."""
+    return ChannelHead if isinstance(tokens, ChannelTokens) else Head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Head:
         return 1 if self.small.scales is None else 2
 
     def decay_and_beta(self) -> tuple[jax.Array, jax.Array]:
-        """a and b."""
+        """a, one number or of `ChannelHead` `[h]`, and b."""
         columns = (self.num_fused - part * self.group + self.of_group for part in range(self._num_gates, 0, -1))
         *write, forget = map(self.fused, columns)
         time = softplus(forget + self._rate(1))
@@ -73,21 +78,45 @@ class Head:
         column = jnp.arange(value_size, dtype=jnp.int32)
         first = self.num_fused - self.group * (value_size + self._num_gates) + self.of_group * value_size
         gate = self.fused(first + column)
-        if self.small.scales is None:
-            read = read + self._rate(2) * v
-        else:
-            scale = vector(self.small.scales, (self.layer,), column).astype(jnp.float32)
-            read = read * lax.rsqrt(jnp.sum(read * read) / value_size + eps) * scale
+        read = read + self._rate(2) * v if self.small.scales is None else self._normalized(read, column, eps)
         return read * gate / (1 + jnp.exp(-gate))
+
+    def _normalized(self, read: jax.Array, column: jax.Array, eps: float) -> jax.Array:
+        scale = vector(self.small.scales, (self.layer,), column).astype(jnp.float32)
+        return read * lax.rsqrt(jnp.sum(read * read) / len(read) + eps) * scale
 
     def _rate(self, row: int) -> jax.Array:
         rate: jax.Array = self.small.rates[self.layer, self.key_head, row, self.of_group]
         return rate
 
 
+class ChannelHead(Head):
+    """The same where each number of a key decays by itself: see `ChannelTokens.product`."""
+
+    def decay_and_beta(self) -> tuple[jax.Array, jax.Array]:
+        """See `Head`."""
+        key_size = self.small.rates.shape[-1]
+        row = jnp.arange(key_size, dtype=jnp.int32)
+        rate, bias = (vector(self.small.rates, (self.layer, self.key_head, number), row) for number in (0, 1))
+        decay = jnp.exp(-jnp.exp(rate) * softplus(self.fused(self.num_fused - key_size + row) + bias))
+        write = self.fused(self.num_fused - key_size - self.small.scales.shape[-1] - 1 + self.of_group)
+        return decay, 1 / (1 + jnp.exp(-write))
+
+    def gated(self, read: jax.Array, v: jax.Array, eps: float) -> jax.Array:
+        """See `Head`."""
+        column = jnp.arange(len(v), dtype=jnp.int32)
+        gate = self.fused(self.num_fused - self.small.rates.shape[-1] - len(v) + column)
+        return self._normalized(read, column, eps) / (1 + jnp.exp(-gate))
+
+
 def normalized(head: jax.Array) -> jax.Array:
     """A query or key of unit length."""
     return head * lax.rsqrt(jnp.sum(head * head) + L2_EPS)
+
+
+def decayed(state: jax.Array, decay: jax.Array) -> jax.Array:
+    """`state [h, v]` times a number, or one for each row."""
+    return state * (decay[:, None] if decay.ndim else decay)
 
 
 def softplus(x: jax.Array) -> jax.Array:

@@ -18,16 +18,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import ChannelTokens, SelectiveTokens, StateTokens
+from pallas_kernels.delta_tokens import SelectiveTokens, StateTokens
 from pallas_kernels.parts import total
-from pallas_kernels.triton.delta_common import Head, Small, ids_of, normalized, num_warps_for, small_of, store, vector
+from pallas_kernels.triton.delta_common import (
+    Head,
+    Small,
+    decayed,
+    ids_of,
+    kind_of,
+    normalized,
+    num_warps_for,
+    small_of,
+    store,
+    vector,
+)
+from pallas_kernels.triton.selective import refuse_selective, selective_step
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
 
 def refuse_delta_decode(tokens: StateTokens, matrices: jax.Array) -> str | None:
     """Why this backend can't take the tokens, or states `[P, K, r, h, v]`, or None when it can."""
-    if isinstance(tokens, ChannelTokens | SelectiveTokens):
-        return "numbers of a state decay by themselves; it takes one decay of a value head"
+    if isinstance(tokens, SelectiveTokens):
+        return refuse_selective(matrices)
     key_size, value_size = matrices.shape[-2:]
     if any(size & (size - 1) or size < 16 for size in (key_size, value_size)):
         return f"states are {key_size} x {value_size}; it takes powers of two from 16"
@@ -44,11 +56,13 @@ def delta_step(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `backend.DeltaStep`."""
+    if isinstance(tokens, SelectiveTokens):
+        return selective_step(tokens, matrices, inputs, positions, place, kept_to, interpret)
     rest = index_of(tokens.vectors.row), positions, place, kept_to, inputs, matrices
-    return _step(tokens.product, small_of(tokens), *rest, tokens.dtype, tokens.vectors.eps, interpret)
+    return _step(tokens.product, small_of(tokens), *rest, kind_of(tokens), tokens.dtype, tokens.vectors.eps, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("kind", "dtype", "eps", "interpret"))
 def _step(
     product: jax.Array,
     small: Small,
@@ -58,6 +72,7 @@ def _step(
     kept_to: jax.Array,
     inputs: jax.Array,
     matrices: jax.Array,
+    kind: type[Head],
     dtype: jnp.dtype,
     eps: float,
     interpret: bool,
@@ -65,7 +80,7 @@ def _step(
     _, key_heads, group, _, value_size = matrices.shape
     num_seqs = len(positions)
     out, inputs, matrices = pl.pallas_call(
-        functools.partial(_step_kernel, dtype=dtype, eps=eps),
+        functools.partial(_step_kernel, kind=kind, dtype=dtype, eps=eps),
         out_shape=(
             jax.ShapeDtypeStruct(
                 (num_seqs, key_heads, group, value_size), jnp.float32 if small.scales is None else dtype
@@ -95,6 +110,7 @@ def _step_kernel(
     inputs_out: Any,
     states_out: Any,
     *,
+    kind: type[Head],
     dtype: jnp.dtype,
     eps: float,
 ) -> None:
@@ -119,9 +135,9 @@ def _step_kernel(
             whole = jnp.sum(numbers, axis=0).astype(dtype)
         return whole.astype(jnp.float32)
 
-    head = Head(fused, product_ref.shape[-1], small, layer, key_head, of_group, group)
-    # Next to a state `ptxas` spills 16 bytes where a delta-net's decay is made late, or Mamba-2's early.
-    early = head.decay_and_beta() if corrects else None
+    head = kind(fused, product_ref.shape[-1], small, layer, key_head, of_group, group)
+    # Next to a state `ptxas` spills 16 bytes where one decay of a delta-net is made late, or any other early.
+    early = head.decay_and_beta() if corrects and kind is Head else None
     state = moves.load(position > 0)
 
     def convolved(first: int | jax.Array, width: int, is_mine: jax.Array) -> jax.Array:
@@ -205,7 +221,8 @@ def _decode_kernel(
     moves = _State(states, states_out, (place_ref[seq], key_head, of_group), kept_to_ref[seq], corrects)
     state = moves.load(has_state_ref[seq] != 0)
     q, k = (vector(ref, (seq, key_head), row) for ref in (q_ref, k_ref))
-    read = moves.moved(state, q, k, vector(v_ref, mine, column), decay_ref[mine], beta_ref[mine])
+    decay = decay_ref[mine] if len(decay_ref.shape) == 3 else vector(decay_ref, mine, row)
+    read = moves.moved(state, q, k, vector(v_ref, mine, column), decay, beta_ref[mine])
     store(out_ref, mine, column, read)
 
 
@@ -239,7 +256,7 @@ class _State:
         self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
     ) -> jax.Array:
         """What is read of `state` after a token, `[v]`; the state after it is stored."""
-        state = state * decay
+        state = decayed(state, decay)
         if self.corrects:
             v = v - jnp.sum(state * k[:, None], axis=0)
         state = state + k[:, None] * (v * beta)[None, :]

@@ -15,9 +15,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.delta_tokens import Sequences, StateTokens
+from pallas_kernels.delta_tokens import SelectiveTokens, Sequences, StateTokens
 from pallas_kernels.target import target_device
-from pallas_kernels.triton.delta_common import Head, Small, ids_of, normalized, num_warps_for, small_of, store, vector
+from pallas_kernels.triton.delta_common import (
+    Head,
+    Small,
+    decayed,
+    ids_of,
+    kind_of,
+    normalized,
+    num_warps_for,
+    small_of,
+    store,
+    vector,
+)
+from pallas_kernels.triton.selective import selective_run
 from pallas_kernels.triton.tiles import index_of, load_rows, store_rows
 
 
@@ -25,11 +37,13 @@ def delta_run(
     tokens: StateTokens, matrices: jax.Array, inputs: jax.Array, seqs: Sequences, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.DeltaRun`."""
+    if isinstance(tokens, SelectiveTokens):
+        return selective_run(tokens, matrices, inputs, seqs, interpret)
     rest = index_of(tokens.vectors.row), seqs, inputs, matrices
-    return _run(tokens.fused, small_of(tokens), *rest, tokens.dtype, tokens.vectors.eps, interpret)
+    return _run(tokens.fused, small_of(tokens), *rest, kind_of(tokens), tokens.dtype, tokens.vectors.eps, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("kind", "dtype", "eps", "interpret"))
 def _run(
     product: jax.Array,
     small: Small,
@@ -37,6 +51,7 @@ def _run(
     seqs: Sequences,
     inputs: jax.Array,
     matrices: jax.Array,
+    kind: type[Head],
     dtype: jnp.dtype,
     eps: float,
     interpret: bool,
@@ -49,7 +64,7 @@ def _run(
     out = jnp.zeros((len(product), key_heads, group, value_size), jnp.float32 if small.scales is None else dtype)
     others = len(jax.tree.leaves((product, small, layer, seqs, inputs)))
     after: tuple[jax.Array, jax.Array] = pl.pallas_call(
-        functools.partial(_kernel, eps=eps),
+        functools.partial(_kernel, kind=kind, eps=eps),
         out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, matrices)],
         grid=(len(seqs.place), key_heads * group),
         input_output_aliases={others: 0, others + 1: 1},
@@ -71,6 +86,7 @@ def _kernel(
     out_ref: Any,
     states_out: Any,
     *,
+    kind: type[Head],
     eps: float,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
@@ -106,9 +122,9 @@ def _kernel(
         v = convolved(token, 2 * key_size + of_group * value_size, value_size)
         if corrects:
             q, k = normalized(q) * key_size**-0.5, normalized(k)
-        head = Head(fused, product_ref.shape[-1], small, layer, key_head, of_group, group)
+        head = kind(fused, product_ref.shape[-1], small, layer, key_head, of_group, group)
         decay, beta = head.decay_and_beta()
-        state = state * decay
+        state = decayed(state, decay)
         written = v - jnp.sum(state * k[:, None], axis=0) if corrects else v
         state = state + k[:, None] * (written * beta)[None, :]
         read = jnp.sum(state * q[:, None], axis=0)

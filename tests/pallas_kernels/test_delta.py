@@ -22,9 +22,9 @@ from pallas_kernels.delta_tokens import (
     Sequences,
     StateTokens,
 )
-from pallas_kernels.selftest.cases.states import state_cases
+from pallas_kernels.selftest.cases.states import channels_of, state_cases, state_tokens
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
-from tests.grids import daily
+from tests.grids import NIGHTLY
 from tests.plain_model import plain_recur
 
 HEADS, GROUP, KEY, VALUE, TAPS = 2, 3, 8, 16, 4
@@ -163,10 +163,28 @@ def test_decoding_goes_on_where_a_prompt_ended_and_from_nothing_at_position_0(ru
         np.testing.assert_array_equal(each[DUMMY], dummy)
 
 
-@pytest.mark.parametrize(("size", "corrects"), daily([((16, 64), True), ((32, 32), True), ((32, 16), False)], every=2))
-def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[int, int], corrects: bool) -> None:
-    shapes = replace(A_MODEL, states=(StateShape(2, 3, *size, TAPS, corrects),))
-    for case in state_cases(shapes):
+STATES = (
+    StateShape(2, 3, 16, 64, TAPS),
+    StateShape(2, 1, 32, 16, TAPS, "delta rule by channel"),
+    StateShape(1, 1, 8, 96, TAPS, "Mamba", rank=5),
+    StateShape(2, 3, 32, 16, TAPS, "Mamba-2"),
+    StateShape(2, 3, 32, 32, TAPS),
+)
+
+
+def states_of(shape: StateShape) -> DeltaStates:
+    """Any states."""
+    rng, heads = np.random.default_rng(5), (shape.key_heads, shape.group)
+    matrices = PLACES, *heads, shape.key_size, shape.value_size
+    inputs = PLACES, TAPS, shape.key_heads, channels_of(shape)
+    return DeltaStates(*(jnp.asarray(rng.standard_normal(dims), jnp.float32) for dims in (matrices, inputs)))
+
+
+@pytest.mark.parametrize(
+    "shape", STATES if NIGHTLY else STATES[:4], ids=lambda shape: f"{shape.rule} {shape.value_size}"
+)
+def test_kernels_of_gpus_move_and_keep_states_as_xla_does(shape: StateShape) -> None:
+    for case in state_cases(replace(A_MODEL, states=(shape,))):
         for found, right in zip(case.call("triton", True), case.right(), strict=True):
             np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="states are 8 x 16; it takes powers of two from 16"):
@@ -176,15 +194,9 @@ def test_a_kernel_of_the_gpus_decodes_and_keeps_states_as_xla_does(size: tuple[i
 @pytest.mark.parametrize("num_parts", [2, 3])
 def test_a_kernel_adds_up_parts_of_the_product_whatever_their_number(num_parts: int) -> None:
     shape = StateShape(2, 3, 16, 16, TAPS)
-    rng = np.random.default_rng(5)
-
-    def some(*dims: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(dims), jnp.float32)
-
-    channels = 2 * shape.key_size + 3 * shape.value_size
-    vectors = DeltaVectors(some(1, 2, channels, TAPS), some(1, 2, 2, 3), some(1, 16), row=0, eps=1e-6)
-    tokens = DeltaTokens(some(num_parts, 2, 2, channels + 3 * 18), vectors, 16, jnp.dtype("float32"))
-    states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS, 2, channels))
+    whole = state_tokens(jax.random.split(jax.random.key(5), 6), shape, 2, jnp.dtype("float32"))
+    parts = np.random.default_rng(5).standard_normal((num_parts, *whole.product.shape))
+    tokens, states = replace(whole, product=jnp.asarray(parts, jnp.float32)), states_of(shape)
     positions, places = jnp.array([40, 0]), jnp.array([1, 2])
     right = delta_decode(tokens, states, positions, places, backend="xla")
     found = delta_decode(tokens, states, positions, places, backend="triton", interpret=True)
@@ -271,17 +283,10 @@ def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block(rul
             np.testing.assert_allclose(out[at], recur(seqs[s])[start + count + i - 1], atol=ATOL)
 
 
-def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
-    shape = StateShape(2, 3, 16, 16, TAPS)
-    rng = np.random.default_rng(4)
-
-    def some(*dims: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(dims), jnp.float32)
-
-    channels = 2 * shape.key_size + 3 * shape.value_size
-    vectors = DeltaVectors(some(1, 2, channels, TAPS), some(1, 2, 2, 3), some(1, 16), row=0, eps=1e-6)
-    tokens = DeltaTokens(some(9, 2, channels + 3 * 18), vectors, 16, jnp.dtype("float32"))
-    states = DeltaStates(some(PLACES, 2, 3, 16, 16), some(PLACES, TAPS, 2, channels))
+@pytest.mark.parametrize("shape", STATES[:3], ids=lambda shape: shape.rule)
+def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks_and_to_rows_without_tokens(shape: StateShape) -> None:
+    tokens = state_tokens(jax.random.split(jax.random.key(4), 6), shape, 9, jnp.dtype("float32"))
+    states = states_of(shape)
     rows = (np.array([0, 1, 7, 8, 8]), [63, 40, 5, 0], [0, 1, 2, DUMMY])
     offsets, starts, places = (jnp.asarray(each, jnp.int32) for each in rows)
     at, to = jnp.array([[1, 0, 0, 0]]), jnp.array([[4, DUMMY, DUMMY, DUMMY]])
@@ -291,14 +296,6 @@ def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks() -> None:
     np.testing.assert_allclose(found[0][:8], right[0][:8], atol=ATOL)
     for mine, others in zip(found[1], right[1], strict=True):
         np.testing.assert_allclose(mine[:DUMMY], others[:DUMMY], atol=ATOL)
-
-
-def test_kernels_of_gpus_refuse_decays_by_channel() -> None:
-    tokens = drawn(1, 0, "by channel")
-    with pytest.raises(ValueError, match="numbers of a state decay by themselves; it takes one decay of a value head"):
-        delta_decode(
-            tokens, stale("by channel"), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True
-        )
 
 
 def test_no_call_of_a_library_waits_in_the_loop_over_blocks() -> None:

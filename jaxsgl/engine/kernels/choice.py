@@ -12,7 +12,16 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.kernels import OP_OF_NAME, read_kernels
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
-from jaxsgl.models.layer_spec import DeltaNet, DenseMlp, Latent, Mamba, MoeMlp, RecurrentNet
+from jaxsgl.models.layer_spec import (
+    ChannelDeltaNet,
+    DeltaNet,
+    DenseMlp,
+    Latent,
+    Mamba,
+    MoeMlp,
+    RecurrentNet,
+    Selective,
+)
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.matrix import group_of_part
 from jaxsgl.models.moe import MOST_SHARED, expert_shapes
@@ -22,7 +31,7 @@ from pallas_kernels import KernelChoice
 from pallas_kernels.choice import ON_GPUS, XLA
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.packed import ON_ACCELERATORS, refuse
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
+from pallas_kernels.selftest.shapes import RULES, ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
 
 
 def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
@@ -115,16 +124,20 @@ def _latent_shape(latent: Latent) -> LatentShape:
     return dataclasses.replace(plain, key_size=latent.kv_rank + latent.rotated, **sizes)
 
 
+_RULES = dict(zip((DeltaNet, ChannelDeltaNet, Mamba, Selective), RULES, strict=True))  # of kinds of layers
+
+
 def _state_shapes(arch: ModelArch, num_devices: int) -> tuple[StateShape, ...]:
     """Of the layers that keep some. What else keeps states is XLA's on accelerators, so there is nothing to test."""
     nets = [layer.mixer for layer in arch.layers if isinstance(layer.mixer, RecurrentNet)]
     shapes = (
         StateShape(
-            net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps, type(net) is DeltaNet
+            net.key_heads // num_devices, net.group, net.key_size, net.value_size, net.taps, _RULES[type(net)],
+            rank=net.rank if isinstance(net, Selective) else 0,
         )
         for net in nets
-        if type(net) in (DeltaNet, Mamba)
-    )
+        if type(net) in _RULES
+    )  # fmt: skip
     return tuple(dict.fromkeys(shapes))
 
 

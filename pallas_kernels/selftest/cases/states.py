@@ -1,4 +1,4 @@
-"""Cases of gated delta-nets and Mamba-2: sequences that decode, by themselves and next to chunks.
+"""Cases of gated delta-nets, Mamba-2 and Mamba: sequences that decode, by themselves and next to chunks.
 
 Owns their positions and where their states go.
 """
@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from pallas_kernels.choice import XLA
 from pallas_kernels.delta import DeltaStates, delta_decode, delta_extend, delta_run
 from pallas_kernels.delta_tokens import (
+    ChannelTokens,
     DeltaTokens,
     DeltaVectors,
     MambaTokens,
     MambaVectors,
+    SelectiveTokens,
+    SelectiveVectors,
     Sequences,
     StateTokens,
 )
@@ -38,9 +41,9 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
     for shape in shapes.states:
         keys = jax.random.split(jax.random.key(12), 6)
         heads, num_seqs = (shape.key_heads, shape.group), len(STATE_POSITIONS)
-        channels = 2 * shape.key_size + shape.group * shape.value_size
+        channels = channels_of(shape)
         dtype = jnp.dtype(shapes.dtype)
-        tokens = _tokens(keys, shape, num_seqs, dtype)
+        tokens = state_tokens(keys, shape, num_seqs, dtype)
         parts = NUM_PARTS, *tokens.product.shape
         product = normal(keys[0], 1.0, shape=parts, dtype=in_parts_of(dtype, (NUM_PARTS,)))
         in_parts = dataclasses.replace(tokens, product=product)
@@ -53,16 +56,15 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
         ))  # fmt: skip
         where = jnp.array(STATE_POSITIONS), jnp.arange(num_seqs)[::-1] + 1, jnp.array(STATES_KEPT)
-        rule = "" if shape.corrects else " of Mamba-2"
-        size = f"{shape.key_size} x {shape.value_size}{rule}"
-        name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {size}"
-        chunks = _tokens(keys, shape, sum(CHUNKS), dtype)
+        size = f"{shape.key_size} x {shape.value_size}"
+        name = f"{num_seqs} rows, {shape.key_heads} x {shape.group} states of {size}, {shape.rule}"
+        chunks = state_tokens(keys, shape, sum(CHUNKS), dtype)
         for which, run, of_step in (
             ("", _decoded_states, tokens),
             (", of parts", _decoded_states, in_parts),
             (", next to chunks", _extended_states, tokens),
             (", chunks", _states_of_chunks, chunks),
-            (", runs", _states_of_runs, _tokens(keys, shape, sum(RUNS), dtype)),
+            (", runs", _states_of_runs, state_tokens(keys, shape, sum(RUNS), dtype)),
         ):
             yield Case(
                 name + which,
@@ -72,19 +74,45 @@ def state_cases(shapes: KernelShapes) -> Iterator[Case]:
             )
 
 
-def _tokens(keys: jax.Array, shape: StateShape, num_seqs: int, dtype: jnp.dtype) -> StateTokens:
+def channels_of(shape: StateShape) -> int:
+    """C: what is convolved for each key head."""
+    return shape.group * shape.value_size + (0 if shape.rule == "Mamba" else 2 * shape.key_size)
+
+
+def state_tokens(keys: jax.Array, shape: StateShape, num_seqs: int, dtype: jnp.dtype) -> StateTokens:
     """Any tokens, and small parameters of two layers, of which the second is used."""
-    k, r, v = shape.key_heads, shape.group, shape.value_size
-    channels, float32 = 2 * shape.key_size + r * v, jnp.dtype(jnp.float32)
+    k, r, h, v = shape.key_heads, shape.group, shape.key_size, shape.value_size
+    channels, float32 = channels_of(shape), jnp.dtype(jnp.float32)
+    if shape.rule == "Mamba":
+        product = normal(keys[0], 1.0, shape=(num_seqs, 1, 2 * v), dtype=dtype)
+        return SelectiveTokens(product, _selective_vectors(keys, shape, dtype), h, dtype)
+    # Rows of a layer's product besides the channels, and shapes of rates and of a norm's scales.
+    others, of_rates, of_norm = {
+        "delta rule": (r * (v + 2), (2, r), (v,)),
+        "delta rule by channel": (1 + v + h, (2, h), (v,)),
+        "Mamba-2": (r * (v + 1), (3, r), (k, r * v)),
+    }[shape.rule]
     taps = normal(keys[1], 1.0, shape=(2, k, channels, shape.taps), dtype=float32)
-    num_rates, of_norm = (2, (v,)) if shape.corrects else (3, (k, r * v))
-    rates = jax.random.uniform(keys[2], (2, k, num_rates, r), minval=-2.0)
+    rates = jax.random.uniform(keys[2], (2, k, *of_rates), minval=-2.0)
     scales = normal(keys[3], 1.0, shape=(2, *of_norm), dtype=float32)
-    fused = num_seqs, k, channels + r * (v + (2 if shape.corrects else 1))
-    product = normal(keys[0], 1.0, shape=fused, dtype=dtype)
-    if shape.corrects:
-        return DeltaTokens(product, DeltaVectors(taps, rates, scales, 1, 1e-6), shape.key_size, dtype)
-    return MambaTokens(product, MambaVectors(taps, taps[..., 0], rates, scales, 1, 1e-6), shape.key_size, dtype)
+    product = normal(keys[0], 1.0, shape=(num_seqs, k, channels + others), dtype=dtype)
+    if shape.rule == "Mamba-2":
+        return MambaTokens(product, MambaVectors(taps, taps[..., 0], rates, scales, 1, 1e-6), h, dtype)
+    kind = DeltaTokens if shape.rule == "delta rule" else ChannelTokens
+    return kind(product, DeltaVectors(taps, rates, scales, 1, 1e-6), h, dtype)
+
+
+def _selective_vectors(keys: jax.Array, shape: StateShape, dtype: jnp.dtype) -> SelectiveVectors:
+    """Small parameters with which steps are small, so that something is left of a state."""
+    channels, low, float32 = shape.value_size, shape.rank + 2 * shape.key_size, jnp.dtype(jnp.float32)
+    return SelectiveVectors(
+        normal(keys[1], 1.0, shape=(channels, shape.taps + 3), dtype=float32),
+        jax.random.uniform(keys[2], (shape.key_size, channels), minval=-4.0),
+        normal(keys[3], channels**-0.5, shape=(low, channels), dtype=dtype),
+        normal(keys[3], 1.0, shape=(low,), dtype=dtype),
+        normal(keys[2], shape.rank**-0.5, shape=(channels, shape.rank), dtype=dtype),
+        1e-6,
+    )
 
 
 def _decoded_states(
