@@ -65,14 +65,15 @@ def tiles_of(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, tile
     return Tiles(seqs, jnp.where(is_mine, tokens, num_tokens), jnp.where(is_mine, positions, -1), ends[-1])
 
 
-@functools.partial(jax.jit, static_argnames=("first", "count", "scored", "interpret"))
+@functools.partial(jax.jit, static_argnames=("first", "count", "scored", "interpret", "group"))
 def choose_tokens(
     index: TokenIndex, query_offsets: jax.Array, kv: PagedKv, first: int, count: int, scored: ScoreTokens | None,
-    interpret: bool,
+    interpret: bool, group: int = 1,
 ) -> jax.Array:  # fmt: skip
     """See `api.chosen`. Reads the keys of a sequence once for each `_CHOOSING` of its queries.
 
-    `scored`: a kernel that scores; None: XLA does.
+    `scored`: a kernel that scores; None: XLA does. `group`: the cache's entries are those of so many tokens each, which
+    queries see from the last of these on; lengths count tokens, and what is returned entries.
     """
     num_tokens, num_seqs, page_size = len(index.queries), kv.num_seqs, kv.page_size
     tile = min(_CHOOSING, -(-num_tokens // num_seqs))
@@ -103,12 +104,16 @@ def choose_tokens(
     def choose(i: jax.Array, chosen: jax.Array) -> jax.Array:
         mine = jnp.minimum(i * batch + jnp.arange(batch), len(tiles.seqs) - 1)
         seqs, tokens, positions = (take(each, mine) for each in tiles[:3])
+        positions = (positions + 1) // group - 1  # of the last entry that each sees
         inside = jnp.minimum(tokens, num_tokens - 1)
         asked = take(index.queries, inside).astype(dtype), take(index.weights, inside)
         if scored is None:
             fill = functools.partial(add_scores, seqs=seqs, positions=positions, q=asked[0], weights=asked[1])
-            nothing = jnp.full((batch, tile, num_pieces * tile_len), -jnp.inf)
-            scores = lax.fori_loop(0, jnp.max(positions) // tile_len + 1, fill, nothing)
+            scores = jnp.full((batch, tile, num_pieces * tile_len), -jnp.inf)
+            if num_pieces == 1:  # no loop, whose turns would cost an accelerator the host's time
+                scores = fill(jnp.int32(0), scores)
+            else:
+                scores = lax.fori_loop(0, jnp.max(positions) // tile_len + 1, fill, scores)
         else:
             scores = scored(IndexTiles(*asked, positions, seqs), kv, first, interpret)
         best, places = lax.top_k(scores, count)

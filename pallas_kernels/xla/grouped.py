@@ -1,8 +1,9 @@
 """Attention to a window of tokens and to entries of groups of tokens (`grouped_tokens`) in XLA, on every device.
 
 Stores what is new, makes the entries of the groups that the step's tokens end, then attends, a few queries of one
-sequence at a time. Each of these reads the entries of all groups of its sequence, or with an index all its keys: time
-follows the longest sequence that the cache can hold. Called through `api.grouped`.
+sequence at a time. With an index, `xla.chosen` chooses the entries that are read, by the keys that there are. Without
+one, each reads those of as many groups as the longest sequence can have that the cache holds. Called through
+`api.grouped`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pallas_kernels.dots import dot_precision
 from pallas_kernels.grouped_tokens import GroupedCache, GroupedQkv, GroupParts, Sums, no_tokens, num_sums, turn_pairs
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.options import AttentionOptions, with_sinks
-from pallas_kernels.paged_kv import to_format
+from pallas_kernels.paged_kv import PagedKv, to_format
 from pallas_kernels.target import target_device
-from pallas_kernels.xla.chosen import read_rows, tiles_of
+from pallas_kernels.token_index import TokenIndex
+from pallas_kernels.xla.chosen import choose_tokens, read_rows, tiles_of
 from pallas_kernels.xla.common import UNSEEN, from_bits, gather_tiles, take
 from pallas_kernels.xla.store import store_pages
 
@@ -167,7 +169,9 @@ def _attend(
     window = options.longest_view(cache.page_table.shape[1] * page_size)
     tile = min(_QUERIES, -(-num_tokens // num_seqs))
     tiles = tiles_of(query_offsets, cache.lengths, num_tokens, tile)
-    batch = max(1, min(_QUERIES // tile, num_seqs, _MOST_ENTRIES // _num_groups(cache)))
+    chosen = _chosen(qkv.groups, cache, query_offsets, head_dim)
+    num_entries = _num_groups(cache) if chosen is None else tile * chosen.shape[1]
+    batch = max(1, min(_QUERIES // tile, num_seqs, _MOST_ENTRIES // num_entries))
     dtype = jnp.dtype(jnp.float32) if target_device().platform == "cpu" else qkv.queries.dtype
     scale = options.scale(head_dim)
     product = functools.partial(
@@ -179,8 +183,10 @@ def _attend(
         seqs, tokens, positions = (take(each, mine) for each in tiles[:3])
         inside = jnp.minimum(tokens, num_tokens - 1)
         sides = [_window(cache, seqs, positions, window, head_dim)]
-        if qkv.groups is not None:
-            sides.append(_groups(qkv.groups, cache, seqs, inside, positions, head_dim))
+        if chosen is not None:
+            sides.append(_chosen_groups(cache, seqs, take(chosen, inside), head_dim))
+        elif qkv.groups is not None:
+            sides.append(_groups(qkv.groups, cache, seqs, positions, head_dim))
         rows = (take(qkv.queries, inside).astype(jnp.float32) * scale).astype(dtype)
         keys = [side.readable().astype(dtype) for side in sides]
         axes = ["bkh" if each.ndim == 3 else "bqkh" for each in keys]
@@ -234,24 +240,31 @@ def _window(cache: GroupedCache, seqs: jax.Array, positions: jax.Array, window: 
     return _Side(keys, (key_at >= 0) & (key_at <= here) & (key_at > here - window))
 
 
-def _groups(
-    parts: GroupParts, cache: GroupedCache, seqs: jax.Array, tokens: jax.Array, positions: jax.Array, head_dim: int
-) -> _Side:
-    """Entries of groups that have ended, the query's own included; with an index the best ones, of equal ones the
-    earlier.
-    """
+def _groups(parts: GroupParts, cache: GroupedCache, seqs: jax.Array, positions: jax.Array, head_dim: int) -> _Side:
+    """Entries of groups that have ended, the query's own included."""
     assert cache.groups is not None
     entries = from_bits(gather_tiles(cache.groups, take(cache.page_table, seqs))[:, 0], cache.groups.dtype)
-    number = jnp.arange(entries.shape[1])
-    is_seen = number < ((positions + 1) // parts.size)[..., None]
-    if parts.index_queries is None or parts.index_weights is None or parts.num_chosen >= len(number):
-        return _Side(entries[..., :head_dim], is_seen)
-    queries, weights = take(parts.index_queries, tokens), take(parts.index_weights, tokens)
-    keys = entries[..., head_dim:].astype(queries.dtype)
-    of_heads = jnp.einsum(
-        "bqhi,bni->bqhn", queries, keys, precision=dot_precision(queries), preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(is_seen, jnp.sum(jax.nn.relu(of_heads) * weights[..., None], axis=2), -jnp.inf)
-    best, at = lax.top_k(scores, parts.num_chosen)
-    tile = jnp.arange(len(seqs))[:, None, None]
-    return _Side(take(entries, (tile, at))[..., :head_dim], best > -jnp.inf)
+    is_seen = jnp.arange(entries.shape[1]) < ((positions + 1) // parts.size)[..., None]
+    return _Side(entries[..., :head_dim], is_seen)
+
+
+def _chosen(parts: GroupParts | None, cache: GroupedCache, query_offsets: jax.Array, head_dim: int) -> jax.Array | None:
+    """`[T, k]` the groups that an index chooses, of equal ones the earlier, -1 for none; None: all are attended to."""
+    if parts is None or parts.index_queries is None or parts.index_weights is None:
+        return None
+    if parts.num_chosen >= _num_groups(cache):
+        return None
+    assert cache.groups is not None
+    # Keys of groups are stored with their entries: the step's tokens bring none.
+    index = TokenIndex(parts.index_queries, parts.index_weights, parts.index_queries[:0, 0])
+    kv = PagedKv(cache.groups, cache.groups, cache.page_table, cache.lengths)
+    return choose_tokens(index, query_offsets, kv, head_dim, parts.num_chosen, None, False, parts.size)
+
+
+def _chosen_groups(cache: GroupedCache, seqs: jax.Array, chosen: jax.Array, head_dim: int) -> _Side:
+    """Entries of the groups `chosen [b, q, k]`."""
+    assert cache.groups is not None
+    at, in_page = jnp.maximum(chosen, 0).reshape(len(seqs), -1), cache.groups.shape[2]
+    pages = take(cache.page_table, (seqs[:, None], at // in_page))
+    entries = from_bits(read_rows(cache.groups, pages, at % in_page, head_dim), cache.groups.dtype)
+    return _Side(entries.reshape(*chosen.shape, head_dim), chosen >= 0)
