@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.requests.media import Grid, MediaItem, Tiling, patches_of
+from jaxsgl.requests.media import Grid, MediaItem, SoundShape, Tiling, patches_of
 
 # How patches have learned positions, if they have any: between those of a square that is spread over the image, corners
 # on corners; the same with edges on edges; that by cubics; or those of rows and of columns.
@@ -37,7 +37,7 @@ class TowerShape:
     """What of a tower the host must know.
 
     Attributes:
-      merge_size: patches along the sides of the square that becomes one token.
+      merge_size: patches along the sides of the square that becomes one token; of sounds, those that do.
       table_side: learned positions along the sides of an image; 0: there are none.
       positions: how patches have them.
       patch_len: C, numbers of a patch.
@@ -45,6 +45,7 @@ class TowerShape:
       window: tokens along the sides of a window; 0: the tower has none.
       num_taps: layers whose outputs become embeddings, too.
       joined_side: tokens along the sides of a tile, of pictures whose tiles are joined; 0: none are.
+      sound: how it hears, a column of patches each time; None: it sees.
     """
 
     merge_size: int
@@ -55,6 +56,17 @@ class TowerShape:
     num_taps: int = 0
     positions: Positions = "square"
     joined_side: int = 0
+    sound: SoundShape | None = None
+
+    @property
+    def merge(self) -> tuple[int, int]:
+        """Rows and columns of patches that become one token."""
+        return self.merge_size, self.merge_size if self.sound is None else 1
+
+    @property
+    def square(self) -> int:
+        """Patches that become one token."""
+        return math.prod(self.merge)
 
     @property
     def num_columns(self) -> int:
@@ -63,14 +75,14 @@ class TowerShape:
 
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become at most: each line of a tile may be ended by one more."""
-        tokens = num_patches // self.merge_size**2
+        tokens = num_patches // self.square
         return tokens + tokens // self.joined_side if self.joined_side else tokens
 
     def patches_of(self, num_tokens: int) -> int:
         """The patches that become no more than so many tokens."""
         if self.joined_side:
             num_tokens = num_tokens * self.joined_side // (self.joined_side + 1)
-        return num_tokens * self.merge_size**2
+        return num_tokens * self.square
 
 
 @dataclass(frozen=True)
@@ -127,7 +139,7 @@ class TowerCapacity:
         if not self.encodes:
             return ()
         sizes = [min(self.call_patches, self.max_patches)]
-        image = min(self.image_tokens * self.shape.merge_size**2, self.max_patches)
+        image = min(self.image_tokens * self.shape.square, self.max_patches)
         while sizes[-1] < image or (2 * sizes[-1] <= SHARED_CALL_PATCHES and sizes[-1] < self.max_patches):
             sizes.append(min(2 * sizes[-1], self.max_patches))
         return tuple([EncodeBucket(size, self.num_bins) for size in sizes])
@@ -161,7 +173,7 @@ class EncodeInputs:
       bucket: which compiled program runs it.
       pixels: `[bins, P, C]` uint8.
       columns: `[bins, P, shape.num_columns]` int32: row and column of each patch, the learned positions around it, the
-        bits of their float32 weights, which window of all it is of, and which image.
+        bits of their float32 weights, which window of all it is of, and which image; -1: none looks at it.
       rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes past its end. Where
         tiles are joined, `[bins, tokens, 9]`: that, four of the tower's tokens that make it, and the bits of their
         float32 weights; P stands for what ends a line.
@@ -235,21 +247,21 @@ def layout_of(grid: Grid, shape: TowerShape) -> Layout:
         tile, count = layout_of((1, w, w), shape), h // w
         order, columns = np.arange(count * w * w, dtype=np.int32), np.tile(tile.columns, (count, 1))
         return Layout(order, columns, tile.num_windows)
-    merge = shape.merge_size
-    in_rows, in_columns = np.indices((h // merge, w // merge)).reshape(2, -1)
+    rows_of, columns_of = shape.merge
+    in_rows, in_columns = np.indices((h // rows_of, w // columns_of)).reshape(2, -1)
     window = shape.window or max(grid)  # without windows the image is one
-    across = -(-(w // merge) // window)
+    across = -(-(w // columns_of) // window)
     windows = in_rows // window * across + in_columns // window
     order = np.argsort(windows, kind="stable").astype(np.int32)
     row, column = (
         (merge * of_square[order, None, None] + within).reshape(-1)
-        for of_square, within in zip((in_rows, in_columns), np.indices((merge, merge)), strict=True)
+        for merge, of_square, within in zip(shape.merge, (in_rows, in_columns), np.indices(shape.merge), strict=True)
     )
     columns = np.concatenate(
         [
             np.stack([row, column], axis=1),
             _TAPS[shape.positions](row, column, grid, shape.table_side),
-            np.repeat(windows[order], merge**2)[:, None],
+            np.repeat(windows[order], shape.square)[:, None],
         ],
         axis=1,
     ).astype(np.int32)
@@ -389,7 +401,11 @@ def pack(
             columns[b, first:stop, -2] += first_window
             columns[b, first:stop, -1] = segment
             start = shape.tokens_of(first)
-            if item.tiling is None:
+            if shape.sound is not None:
+                if not shape.sound.hears_all:
+                    columns[b, first + item.filled : stop, -1] = PAD_SEGMENT
+                rows[b, start : start + item.length] = of_tokens
+            elif item.tiling is None:
                 rows[b, start : shape.tokens_of(stop)] = of_tokens[layout.order]
             else:
                 taps, weights = joined_tokens(item.num_patches, item.tiling, shape.joined_side)

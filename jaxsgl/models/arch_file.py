@@ -32,6 +32,7 @@ from jaxsgl.models.quantized_checkpoints import Quantized, described, read_quant
 from jaxsgl.models.quantized_formats import EXPERTS_IN_MXFP4, has_quantized_experts
 from jaxsgl.models.unserved import why_unserved
 from jaxsgl.models.vision.arch import VisionArch, read_vision
+from jaxsgl.models.vision.hearing import read_hearing
 from jaxsgl.requests.outputs import PoolingKind
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -189,6 +190,8 @@ def _read_encoder(config: ConfigFile, family: Family) -> Encoder | None:
 def _read_vision(
     whole: ConfigFile, family: Family, hidden_size: int, rms_norm_eps: float, *, centred: bool
 ) -> VisionArch | None:
+    if family.hearing is not None:
+        return read_hearing(whole, family.hearing, hidden_size)
     tower = None if family.vision is None else read_vision(whole, family.vision, hidden_size, rms_norm_eps)
     return None if tower is None else replace(tower, centred=centred)
 

@@ -28,7 +28,7 @@ Parallel: TypeAlias = Literal["shared norm", "own norm"]
 # decoder's size with a bias, another one with a norm behind it, and an MLP with gates; or a norm of the whole square
 # and an MLP of the decoder's size. "normed" is a norm without scales, and a matrix.
 Merging: TypeAlias = Literal[
-    "mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved", "normed"
+    "mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved", "normed", "averaged"
 ]
 # How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
 Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes", "blurred"]
@@ -214,6 +214,30 @@ class VisionFamily:
 
 
 @dataclass(frozen=True)
+class HearingFamily:
+    """What the name of an architecture implies of its tower that hears, which is Whisper's encoder (arXiv 2212.04356).
+
+    Attributes:
+      audio_token_key: the key of the placeholder of sounds.
+      audio_token_id: which one it is where config.json doesn't say it.
+      merger: see `VisionArch`: of "square" an MLP without biases reads as many positions as make the tower's F numbers,
+        of "averaged" two positions.
+      hears_all: see `SoundShape`.
+      keys: what keys of the tower are called, if not as in Qwen2-Audio, by their names there.
+      required_beside: see `VisionFamily`.
+      defaults: values of keys that `audio_config` may leave out, by the names that it has.
+    """
+
+    audio_token_key: str
+    audio_token_id: int
+    merger: Literal["square", "averaged"]
+    hears_all: bool
+    keys: Mapping[str, str] = field(default_factory=dict)
+    required_beside: Mapping[str, bool | float | str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EncoderFamily:
     """How a family's models differ from decoders that see what came before.
 
@@ -357,6 +381,7 @@ class Family:
       required: what keys must say, where they are there, since nothing else is built; a text is another key, with whose
         value it must agree.
       defaults: values of keys that config.json may leave out, as it calls them.
+      hearing: config.json describes a tower that hears; None: it doesn't, or the tower is left out.
       encoder: each token sees its whole prompt, and no tokens are generated; None: it is a decoder.
       ignored: keys that the family's reference code ignores, too.
     """
@@ -449,6 +474,7 @@ class Family:
     next_layers_key: str | None = None
     draft_head: bool = False
     vision: VisionFamily | None = None
+    hearing: HearingFamily | None = None
     encoder: EncoderFamily | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, bool | float | str] = field(default_factory=dict)

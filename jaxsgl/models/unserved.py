@@ -91,6 +91,7 @@ SERVED_BY_OTHERS = frozenset(
         "layers with a state-space model (Mamba)",
         "short convolutions in the place of attention",
         "a vision tower",
+        "audio",
         "attention in chunks",
         "keys and values that layers share",
         "an embedding for each layer",

@@ -1,4 +1,4 @@
-"""`Decoder`: loads the pictures and videos of a request in a child process, within limits of memory and time.
+"""`Decoder`: loads the pictures, videos and sounds of a request in a child process, within limits of memory and time.
 
 Pillow and FFmpeg read what strangers send, in C. What they may take is known before (`jpegs.py`, `boxes.py`,
 `pictures.py`), as far as anybody has thought of it; here the kernel holds them to it, and what goes wrong in them
@@ -14,15 +14,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Literal
 
 import msgspec
+import numpy as np
 
 from jaxsgl.config.features import MediaConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.placeholders import Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
-from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
+from jaxsgl.preprocess.sources import Content, File, ImageFile, SoundFile, VideoFile
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.sandbox import Limits, Sandbox, SandboxCrash, SandboxKilled, SandboxLimit
 
@@ -60,8 +62,7 @@ class Decoder:
         self._sandbox = sandbox or media_sandbox()
         self._room = DecodeRoom(config.media_max_decode_bytes)
         self._is_closed = False
-        depth, side = settings.temporal_patch_size, settings.patch_size
-        self._patch_bytes = limits.max_request_patches * 3 * depth * side**2
+        self._patch_bytes = limits.max_request_patches * limits.patch_bytes
 
     def start(self) -> None:
         """Starts the helper process, which takes a second. Raises `SandboxCrash` if it doesn't get ready."""
@@ -149,12 +150,17 @@ def media_sandbox() -> Sandbox:
 
 
 class _File(msgspec.Struct, array_like=True):
-    """A picture, a file of video, or the frames of a video; `contents` are numbers of `_Call.contents`."""
+    """A picture, a file of video or sound, or the frames of a video; `contents` are numbers of `_Call.contents`."""
 
-    is_video: bool
+    kind: Literal["image", "video", "sound"]
     is_list: bool
     contents: list[int]
     fps: float | None = None
+
+
+_KINDS: dict[type, Literal["image", "video", "sound"]] = {
+    ImageFile: "image", VideoFile: "video", SoundFile: "sound",
+}  # fmt: skip
 
 
 class _Call(msgspec.Struct, array_like=True):
@@ -192,10 +198,11 @@ def _packed(files: Sequence[File]) -> tuple[list[bytes], list[_File]]:
 
     packed: list[_File] = []
     for file in files:
-        is_video, is_list = isinstance(file, VideoFile), isinstance(file.content, tuple)
+        kind = _KINDS[type(file)]
+        is_list = isinstance(file.content, tuple)
         given = file.content if isinstance(file.content, tuple) else (file.content,)
         fps = file.fps if isinstance(file, VideoFile) else None
-        packed.append(_File(is_video, is_list, [number_of(content) for content in given], fps))
+        packed.append(_File(kind, is_list, [number_of(content) for content in given], fps))
     return contents, packed
 
 
@@ -207,6 +214,7 @@ def make(_: bytes) -> Callable[[bytes], bytes]:
     from PIL import Image
 
     from jaxsgl.preprocess.loading import Bounds, load
+    from jaxsgl.preprocess.mel import WINDOW, LogMel
     from jaxsgl.preprocess.pictures import FORMATS
 
     with suppress(ImportError):
@@ -224,19 +232,22 @@ def make(_: bytes) -> Callable[[bytes], bytes]:
 
     pixels = PixelSettings(1, 1 << 20, (0.5,) * 3, (0.5,) * 3)
     settings = ProcessorSettings(16, 2, pixels, pixels, image_token_id=0, temporal_patch_size=2)
-    one = [_File(False, False, [0])]
+    one = [_File("image", False, [0])]
     for kind in FORMATS:  # what libraries do at their first use is done before all children
         with io.BytesIO() as file:
             Image.new("RGB", (32, 32)).save(file, kind)
             contents = [file.getvalue()]
         run(msgspec.msgpack.encode(_Call(contents, one, settings, 64, 64, 64, 1 << 20, 1 << 24, 1 << 24)))
+    LogMel(1, 2).add(np.zeros(WINDOW + 1, np.float32))
     return run
 
 
 def _unpacked(file: _File, contents: Sequence[bytes]) -> File:
     given = tuple(contents[number] for number in file.contents)
-    if not file.is_video:
+    if file.kind == "image":
         return ImageFile(given[0])
+    if file.kind == "sound":
+        return SoundFile(given[0])
     return VideoFile(given if file.is_list else given[0], file.fps)
 
 

@@ -1,4 +1,4 @@
-"""Pictures and videos to patches: what is large is done here, file by file.
+"""Pictures, videos and sounds to patches: what is large is done here, file by file.
 
 `load` decodes, scales and cuts; `placeholders.py` then says where in the prompt the patches belong. Callers have got
 the files before (`sources.py` says what a file may be). Servers call it in a child process (`decoding.py`), `LLM` in
@@ -23,7 +23,8 @@ from jaxsgl.preprocess.movies import KIND_NAMES, Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, cut, cut_views, frame_size, joined_tiles, patches_of_frames, view_sizes
 from jaxsgl.preprocess.placeholders import Part, Visual
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
-from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
+from jaxsgl.preprocess.sounds import WORKING_BYTES, parts_of
+from jaxsgl.preprocess.sources import Content, File, ImageFile, SoundFile, VideoFile, check_taken
 from jaxsgl.requests.media import CHANNELS, MAX_LATER, Tiling, digest_of, too_many_patches
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
@@ -57,12 +58,20 @@ class Bounds:
 
 def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
     """Returns what `files` hold, in their order. Raises `InvalidRequest`."""
+    check_taken(files, settings.sound is not None, settings.what)
     loaded: list[Visual] = []
-    left = Left(bounds.max_request_patches, settings.merge_size)
+    left = Left(bounds.max_request_patches, settings.square)
     if settings.several_whole and sum(isinstance(file, ImageFile) for file in files) > 1:
         settings = replace(settings, resolutions=())
     for number, file in enumerate(files):
-        if isinstance(file, ImageFile):
+        if isinstance(file, SoundFile):
+            assert settings.sound is not None
+            name = f"sound {number}"
+            with bounds.room.taken(WORKING_BYTES, name):
+                visual = Visual(parts_of(file.content, settings.sound, left.num_patches, name), is_video=False)
+            left.take_patches(sum(part.num_patches for part in visual.parts))
+            loaded.append(visual)
+        elif isinstance(file, ImageFile):
             of_kind = _joined if settings.resolutions is not None else _image
             visual = of_kind(file, settings, bounds, left, f"image {number}")
             left.take_patches(sum(part.num_patches for part in visual.parts))
@@ -73,11 +82,11 @@ def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> 
 
 
 class Left:
-    """What may still be loaded for a request: patches, of which a square becomes a token, and pixels to decode."""
+    """What may still be loaded for a request: patches, of which `square` become a token, and pixels to decode."""
 
-    def __init__(self, num_patches: int, merge_size: int) -> None:
-        self._most = self._patches = num_patches
-        self._merge_size = merge_size
+    def __init__(self, num_patches: int, square: int) -> None:
+        self._most = self.num_patches = num_patches
+        self._square = square
         self._pixels = MAX_REQUEST_PIXELS
 
     def take_pixels(self, num_pixels: int, name: str) -> None:
@@ -91,9 +100,9 @@ class Left:
 
     def take_patches(self, num_patches: int) -> None:
         """Counts patches. Raises `InvalidRequest` if they are too many."""
-        self._patches -= num_patches
-        if self._patches < 0:
-            raise too_many_patches(self._most - self._patches, self._most, self._merge_size)
+        self.num_patches -= num_patches
+        if self.num_patches < 0:
+            raise too_many_patches(self._most - self.num_patches, self._most, self._square)
 
 
 def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Visual:

@@ -93,7 +93,7 @@ class Movie:
     @contextmanager
     def _opened(self, most_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
         """The container and its first video stream, with the decoder's errors as `InvalidRequest`."""
-        av = _library(self._name)
+        av = av_library(self._name, "video", "send its frames as a list of pictures")
         try:
             with av.open(
                 io.BytesIO(self._content), format=_demuxer(self._content), options=_options(most_pixels),
@@ -140,9 +140,14 @@ def _upright(frame: Image.Image, degrees: int) -> Image.Image:
     return frame if turn is None else frame.transpose(turn)
 
 
+def av_options() -> dict[str, str]:
+    """No file or URL that this one names is opened."""
+    return {"protocol_whitelist": "none", "threads": "1"}
+
+
 def _options(most_pixels: int) -> dict[str, str]:
-    """No file or URL that this one names is opened; a frame with more pixels ends decoding before it has memory."""
-    return {"protocol_whitelist": "none", "max_pixels": str(most_pixels), "threads": "1"}
+    """Nor any; a frame with more pixels ends decoding before it has memory."""
+    return {**av_options(), "max_pixels": str(most_pixels)}
 
 
 def _demuxer(content: bytes) -> str | None:
@@ -152,13 +157,14 @@ def _demuxer(content: bytes) -> str | None:
     return "matroska" if content[:4] == b"\x1a\x45\xdf\xa3" else None
 
 
-def _library(name: str) -> Any:
+def av_library(name: str, what: str, way_out: str) -> Any:
+    """Returns PyAV. Raises `InvalidRequest`, which says what the file `name` is and what else can be sent."""
     try:
         import av
     except ImportError:
         raise InvalidRequest(
-            f"{name} is a file of video, which the server can't decode without PyAV: install jaxsgl[video], or send "
-            "its frames as a list of pictures"
+            f"{name} is a file of {what}, which the server can't decode without PyAV: install jaxsgl[video], or "
+            f"{way_out}"
         ) from None
     av.logging.set_level(None)  # FFmpeg would write to standard error what clients send
     return av

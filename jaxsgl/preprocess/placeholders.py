@@ -21,10 +21,10 @@ EMPTY_LINE = "\n\n"
 
 @dataclass(frozen=True)
 class Part:
-    """A picture, a tile of one, or a temporal patch of a video.
+    """A picture, a tile of one, a temporal patch of a video, or a chunk of a sound.
 
     Attributes:
-      digest, grid, pixels, later, tiling: as in `MediaItem`.
+      digest, grid, pixels, later, tiling, filled: as in `MediaItem`.
       time_s: of a temporal patch, its time in words; None: no words tell it.
     """
 
@@ -34,6 +34,7 @@ class Part:
     time_s: float | None = None
     later: int | None = None
     tiling: Tiling | None = None
+    filled: int = 0
 
     @property
     def num_patches(self) -> int:
@@ -44,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Visual:
-    """A picture, which has one part, or one for each tile, or a video.
+    """A picture, which has one part, or one for each tile, or a video, or a sound, which has one for each chunk.
 
     Attributes:
       parts: what is seen of it.
@@ -260,7 +261,9 @@ def expand(
             pad_id = sglang_pad_id(part.digest) if sglang_ids else None
             place = len(expanded), len(tokens)
             items.append(
-                MediaItem(part.digest, *place, part.grid, part.pixels, pad_id, part.later, line_len, part.tiling)
+                MediaItem(
+                    part.digest, *place, part.grid, part.pixels, pad_id, part.later, line_len, part.tiling, part.filled
+                )
             )
             expanded += tokens
     return expanded, tuple(items)
@@ -268,6 +271,8 @@ def expand(
 
 def _tokens_of(part: Part, token_id: int, settings: ProcessorSettings) -> tuple[list[int], int]:
     """The tokens of a part, placeholders and ends of lines, and how many a line has; 0 if nothing ends lines."""
+    if settings.sound is not None:
+        return [token_id] * settings.sound.num_tokens(part.filled), 0
     if part.tiling is not None:
         return [token_id] * part.tiling.num_tokens(part.grid[2]), 0
     if settings.line_ends is None:

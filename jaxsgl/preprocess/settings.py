@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from jaxsgl.requests.media import SoundShape
+
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # in Pillow
 
 Written: TypeAlias = Literal["framed", "start", "image"]
@@ -106,7 +108,8 @@ class ProcessorSettings:
       line_ends: what ends the lines of a picture, and its last one; None: nothing does.
       caps_frames: whether a frame has at most `max_frame_tokens` tokens or, by frame, its share of `max_video_tokens`,
         as in Qwen's own tools.
-      image_token_id, video_token_id: placeholders.
+      sound: how the model hears, which sees nothing; None: it sees.
+      image_token_id, video_token_id: placeholders, the first one of pictures, or of sounds.
       vision_start_token_id, vision_end_token_id: what stands around them. Of videos and of these -1: there are none.
     """
 
@@ -150,6 +153,19 @@ class ProcessorSettings:
     frame_token_id: int | None = None
     takes_pixels: bool = False
     line_ends: tuple[int, int] | None = None
+    sound: SoundShape | None = None
+
+    @property
+    def what(self) -> str:
+        """What the model takes besides text, in words."""
+        if self.sound is not None:
+            return "sound"
+        return "pictures" if self.video_token_id < 0 else "pictures and videos"
+
+    @property
+    def square(self) -> int:
+        """Patches that become one token."""
+        return self.merge_size**2 if self.sound is None else self.sound.merge
 
     @property
     def unit(self) -> int:

@@ -1,4 +1,4 @@
-"""What clients name a picture or video by, and the files that come of it: data: URLs here, http(s) by the front end.
+"""What clients name media by, and the files that come of it: data: URLs here, http(s) by the front end.
 
 Knows no protocol and no network. `frontend/media/fetch.py` fetches what is left as a URL.
 """
@@ -34,8 +34,8 @@ class Budget:
         """Raises `InvalidRequest` if so many are too many; `name` says which file it is."""
         if num_bytes > self._left:
             raise InvalidRequest(
-                f"with {name} the request has more than {self._most} bytes of pictures and videos "
-                "(--media-max-bytes): send fewer or smaller ones"
+                f"with {name} the request has more than {self._most} bytes of pictures, videos and "
+                "sounds (--media-max-bytes): send fewer or smaller ones"
             )
 
     def take(self, num_bytes: int, name: str) -> None:
@@ -59,7 +59,14 @@ class VideoFile:
     fps: float | None = None
 
 
-File: TypeAlias = ImageFile | VideoFile
+@dataclass(frozen=True)
+class SoundFile:
+    """A sound's file."""
+
+    content: bytes
+
+
+File: TypeAlias = ImageFile | VideoFile | SoundFile
 
 Named: TypeAlias = "str | bytes | Image.Image"  # a URL, a file's content, or a decoded picture
 
@@ -79,9 +86,27 @@ class VideoSource:
     fps: float | None = None
 
 
-Source: TypeAlias = ImageSource | VideoSource
+@dataclass(frozen=True)
+class SoundSource:
+    """A sound as a client names it: by a data: or http(s) URL, or by its content."""
+
+    named: str | bytes
+
+
+Source: TypeAlias = ImageSource | VideoSource | SoundSource
 UNTOLD_TYPES = ("", "application/octet-stream", "binary/octet-stream")  # of files whose names say nothing
-IMAGE_KINDS, VIDEO_KINDS = ("image",), ("video", "image")
+# Media types of files; sound may come in files of video.
+IMAGE_KINDS, VIDEO_KINDS, SOUND_KINDS = ("image",), ("video", "image"), ("audio", "video")
+
+
+def check_taken(media: Sequence[Source | File], hears: bool, takes: str) -> None:
+    """Raises `InvalidRequest` for media that a model doesn't take, which hears or else sees, and takes `takes`."""
+    for number, each in enumerate(media):
+        if isinstance(each, SoundSource | SoundFile) != hears:
+            what = "a picture or video" if hears else "a sound"
+            raise InvalidRequest(
+                f"medium {number} of the request is {what}, but the model takes {takes} alone: leave it out"
+            )
 
 
 def is_remote(url: object) -> bool:
@@ -98,6 +123,12 @@ def files_of(sources: Sequence[Source], fetched: Mapping[str, bytes], budget: Bu
             if isinstance(content, tuple):
                 raise InvalidRequest(f"image {number} is a list of frames: send it as a video")
             files.append(ImageFile(content))
+            continue
+        if isinstance(source, SoundSource):
+            content = _content(source.named, SOUND_KINDS, fetched, budget, f"sound {number}")
+            if not isinstance(content, bytes):
+                raise InvalidRequest(f"sound {number} is a list of frames: send a file of sound")
+            files.append(SoundFile(content))
             continue
         name = f"video {number}"
         if isinstance(source.named, tuple):
@@ -145,8 +176,8 @@ def data_of(url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> byte
 
 
 def check_type(media_type: str, kinds: tuple[str, ...], name: str) -> None:
-    """Raises `InvalidRequest` for a media type that is no picture or video; one that says nothing is taken."""
-    if media_type not in UNTOLD_TYPES and media_type.partition("/")[0] not in kinds:
+    """Raises `InvalidRequest` for a media type of none of these kinds; one that says nothing is taken."""
+    if media_type not in UNTOLD_TYPES and media_type != "application/ogg" and media_type.partition("/")[0] not in kinds:
         raise InvalidRequest(f"{name} is of the type {media_type[:100]}, but must be {' or '.join(kinds)}")
 
 

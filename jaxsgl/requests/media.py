@@ -30,6 +30,8 @@ _SGLANG_FIRST_PAD_ID = 1_000_000
 _SGLANG_PAD_IDS = 1 << 30
 _MAX_HEAD_BYTES = 128  # of a packed item without its pixels
 TOKENS_OF_ITEM = 32  # of --media-max-tokens, for each image that a request may have
+FRAMES_OF_PATCH = 2  # of a sound
+_FRAME_TYPE = np.dtype("<f4")
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 Grid: TypeAlias = tuple[int, int, int]
@@ -55,8 +57,42 @@ class Tiling(msgspec.Struct, frozen=True, array_like=True):
         return side**2 + (self.shown_lines * (self.shown_width + 1) if self.columns else 1)
 
 
+class SoundShape(msgspec.Struct, frozen=True, array_like=True):
+    """How a model hears: in chunks of equal length, each of which is a `MediaItem` with the grid (1, num_patches, 1).
+
+    A patch is `FRAMES_OF_PATCH` frames of a log-mel spectrogram, which are one position of the tower.
+
+    Attributes:
+      num_patches: of a chunk.
+      bins: of a frame.
+      merge: patches that become one token.
+      hears_all: the silence after the end of a sound, up to that of its last chunk, is heard, too, and becomes tokens;
+        else a sound is one chunk, in which nothing looks at silence.
+    """
+
+    num_patches: int
+    bins: int
+    merge: int
+    hears_all: bool
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of a patch: float32, frame by frame."""
+        return FRAMES_OF_PATCH * self.bins * _FRAME_TYPE.itemsize
+
+    @property
+    def grid(self) -> Grid:
+        """Of each chunk."""
+        return 1, self.num_patches, 1
+
+    def num_tokens(self, filled: int) -> int:
+        """Of a chunk of which a sound fills so many patches."""
+        return (self.num_patches if self.hears_all else filled) // self.merge
+
+
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """A still image, or one temporal patch of a video (its frames by twos, as the model takes them).
+    """A still image, or one temporal patch of a video (its frames by twos, as the model takes them), or some seconds of
+    a sound (`SoundShape`).
 
     A video of n temporal patches is n items, since the tower looks at each of them alone. Each has placeholder tokens
     of its own, after its timestamp or, in older models, right after those of the one before.
@@ -74,6 +110,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
         lines.
       tiling: of a picture whose tiles are joined, which lie one under the other in its grid, the whole picture first;
         None: it has no such tiles.
+      filled: patches of a chunk that its sound fills; 0: it is none.
     """
 
     digest: bytes
@@ -85,6 +122,7 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
     later: int | None = None
     line_len: int = 0
     tiling: Tiling | None = None
+    filled: int = 0
 
     @property
     def num_patches(self) -> int:
@@ -110,10 +148,11 @@ class MediaItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
-    """What a model with a vision tower takes, and how much of it in one request.
+    """What a model with a tower takes, and how much of it in one request.
 
     Attributes:
-      image_token_id, video_token_id: the placeholder tokens of images, and of video frames; -1: there are no videos.
+      image_token_id, video_token_id: the placeholder tokens of images, or of sounds, and of video frames; -1: there are
+        no videos.
       patch_size, temporal_patch_size: pixels along the sides of a patch, and frames in it.
       merge_size: patches along the sides of the square that becomes one token.
       max_items: images and temporal patches of videos of a request, at each of which every plan of a step looks.
@@ -123,6 +162,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
       has_lines: tokens end the lines of images, see `MediaItem.line_len`.
       image_side: patches along the sides of any image; 0: they differ.
       joins_tiles: images have a `MediaItem.tiling`, and `image_side` is that of a tile.
+      sound: the model hears, and sees nothing; None: it sees.
       may_come_later: requests of two legs may lack them, or their pixels, here: the prefill server encodes them.
     """
 
@@ -138,11 +178,24 @@ class MediaLimits(msgspec.Struct, frozen=True):
     has_lines: bool = False
     image_side: int = 0
     joins_tiles: bool = False
+    sound: SoundShape | None = None
     may_come_later: bool = False
+
+    @property
+    def what(self) -> str:
+        """What the model takes besides text, in words."""
+        return "pictures" if self.sound is None else "sound"
+
+    @property
+    def square(self) -> int:
+        """Patches that become one token."""
+        return self.merge_size**2 if self.sound is None else self.sound.merge
 
     @property
     def patch_bytes(self) -> int:
         """Bytes of `MediaItem.pixels` for each patch."""
+        if self.sound is not None:
+            return self.sound.patch_bytes
         return CHANNELS * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -246,7 +299,7 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
         end = item.stop
         num_patches += item.num_patches
     if num_patches > limits.max_request_patches:
-        raise too_many_patches(num_patches, limits.max_request_patches, limits.merge_size)
+        raise too_many_patches(num_patches, limits.max_request_patches, limits.square)
     placeholders = num_placeholders(prompt_ids, limits)
     expected = sum(item.num_rows for item in media)
     if placeholders != expected:
@@ -256,26 +309,43 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
         )
 
 
-def too_many_patches(num_patches: int, max_request_patches: int, merge_size: int) -> InvalidRequest:
-    """Returns the error of a request whose images have so many patches, or more, which are too many."""
-    found, most = (number // merge_size**2 for number in (num_patches, max_request_patches))
+def too_many_patches(num_patches: int, max_request_patches: int, square: int) -> InvalidRequest:
+    """Returns the error of a request whose images have so many patches, or more, which are too many.
+
+    `square` patches become one token.
+    """
+    found, most = (number // square for number in (num_patches, max_request_patches))
     return InvalidRequest(
-        f"the pictures and videos of the request have {found} tokens or more, but may have {most} together (the least "
-        "of --media-max-tokens, the context and, with prompts extended whole, --mm-pool-tokens): send fewer or smaller "
-        "ones, or shorter videos"
+        f"the media of the request have {found} tokens or more, but may have {most} together (the least of "
+        "--media-max-tokens, the context and, with prompts extended whole, --mm-pool-tokens): send fewer or smaller "
+        "pictures, or shorter videos and sounds"
     )
 
 
-def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: MediaLimits) -> None:
-    t, h, w = item.grid
-    merge = limits.merge_size
+def _check_grid(name: str, item: MediaItem, limits: MediaLimits) -> None:
+    """Raises `InvalidRequest` unless the model takes items of this grid."""
+    (t, h, w), merge, side = item.grid, limits.merge_size, limits.image_side
+    if (sound := limits.sound) is not None:
+        if item.grid != sound.grid or not 1 <= item.filled <= sound.num_patches:
+            raise InvalidRequest(
+                f"{name} has the grid {item.grid}, of which a sound fills {item.filled}, but the model hears "
+                f"{sound.grid}, of which one fills 1 and more"
+            )
+        return
+    if item.filled:
+        raise InvalidRequest(f"{name} is a sound, but the model takes {limits.what} alone")
     if t != 1 or h < merge or w < merge or h % merge or w % merge:
         raise InvalidRequest(f"{name} has the grid {item.grid}, but must have (1, h, w) in multiples of {merge}")
-    side = limits.image_side
     if limits.joins_tiles:
         _check_tiling(name, item, side)
     elif side and (h, w) != (side, side):
         raise InvalidRequest(f"{name} has the grid {item.grid}, but all images of the model have (1, {side}, {side})")
+
+
+def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: MediaLimits) -> None:
+    _check_grid(name, item, limits)
+    _, h, w = item.grid
+    merge = limits.merge_size
     if item.num_patches > limits.max_patches:
         raise InvalidRequest(
             f"{name} has {item.num_patches} patches of {limits.patch_size} x {limits.patch_size} pixels, but may have "
@@ -289,9 +359,11 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
     if len(item.digest) != DIGEST_BYTES:
         raise InvalidRequest(f"{name} has a digest of {len(item.digest)} bytes, but SHA-256 has {DIGEST_BYTES}")
     line_len = w // merge + 1 if limits.has_lines else 0
-    num_tokens = h // merge * line_len if line_len else item.num_patches // merge**2
+    num_tokens = h // merge * line_len if line_len else item.num_patches // limits.square
+    if limits.sound is not None:
+        num_tokens = limits.sound.num_tokens(item.filled)
     if limits.joins_tiles and item.tiling is not None:
-        num_tokens = item.tiling.num_tokens(side)
+        num_tokens = item.tiling.num_tokens(limits.image_side)
     if (item.length, item.line_len) != (num_tokens, line_len):
         of_lines = f" in lines of {item.line_len}" if item.line_len else ""
         raise InvalidRequest(

@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
 from jaxsgl.text.kimi_tokenizer import CLASS, KimiTokenizer, kimi_tokenizer
+from jaxsgl.text.voxtral import VOXTRAL_TEMPLATE, has_voxtrals_words
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
@@ -66,7 +67,10 @@ class TokenizerFiles:
                 "can't read: install 5.23 or a newer one, or put a tokenizer.json there"
             ) from None
         unsaid = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}  # as Mistral's own program has it
-        return PreTrainedTokenizerFast.from_pretrained(self._model, revision=self._revision, **unsaid)
+        found = PreTrainedTokenizerFast.from_pretrained(self._model, revision=self._revision, **unsaid)
+        if found.chat_template is None and has_voxtrals_words(frozenset(found.get_added_vocab())):
+            found.chat_template = VOXTRAL_TEMPLATE
+        return found
 
     def _check_sentencepiece(self) -> None:
         """Raises `CheckpointError`; transformers would take the file for another format, and blame its first line."""

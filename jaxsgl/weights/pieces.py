@@ -458,6 +458,17 @@ def flat_patches(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece
     yield Piece((), tensors[0].reshape(len(tensors[0]), -1))
 
 
+def convolved_frames(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Weights `[out, in, taps]` of a convolution, to those of `taps` frames one after the other."""
+    yield Piece((), tensors[0].transpose(0, 2, 1).reshape(len(tensors[0]), -1))
+
+
+def around_zeros(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The biases of q and v, of which k, between them, has none."""
+    q, v = tensors
+    yield from in_rows(arch, (q, np.zeros_like(q), v))
+
+
 def squares_by_patch(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Weights `[out, M * 4]` of squares of patches, whose numbers lie by channel, to those of patches one by one."""
     assert arch.vision is not None

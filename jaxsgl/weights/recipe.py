@@ -115,16 +115,16 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after pooling.
 
     Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
-    pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1. Those with L are
-    of a latent: what queries are made of, C, C + R; of all heads their queries, what makes keys and values, and values;
-    of an index its keys, its heads, and all their queries. Those with G are of what recurs: of all heads q, k and v; k;
-    taps; value heads, and twice as many; numbers of a value; all values; three times q, k and v; q, k, v and their
-    gates; all that Mamba-2 makes of its input; what decays by channel, or steps of Mamba, are made of, and these
-    with B and C; twice all values. Those with P are of embeddings of layers: numbers of one, rows, and numbers of all
-    layers. Those with A are of windows and groups of tokens: what queries are made of; what a group of heads has, what
-    all of these make; tokens of a group, what makes its entry, its key of an index; that key, heads of the index, all
-    their queries; of connections (`models/connections.py`) the streams, all of their numbers, shares of them, 3;
-    experts of a token.
+    pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1; bins and taps of
+    one that hears. Those with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what
+    makes keys and values, and values; of an index its keys, its heads, and all their queries. Those with G are of what
+    recurs: of all heads q, k and v; k; taps; value heads, and twice as many; numbers of a value; all values; three
+    times q, k and v; q, k, v and their gates; all that Mamba-2 makes of its input; what decays by channel, or steps of
+    Mamba, are made of, and these with B and C; twice all values. Those with P are of embeddings of layers: numbers of
+    one, rows, and numbers of all layers. Those with A are of windows and groups of tokens: what queries are made of;
+    what a group of heads has, what all of these make; tokens of a group, what makes its entry, its key of an index;
+    that key, heads of the index, all their queries; of connections (`models/connections.py`) the streams, all of their
+    numbers, shares of them, 3; experts of a token.
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
@@ -169,6 +169,8 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "VU": vision.merger_ffn_size,
             "VUH": vision.merger_ffn_size // 2,
             "VI": vision.channels,
+            "VB": 0 if vision.sound is None else vision.sound.bins,
+            "V3": 3,
             "VT": vision.temporal_patch_size,
             "VP": vision.patch_size,
         }

@@ -10,14 +10,17 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.families.hearing import HEARING
 from jaxsgl.models.families.internvl import INTERNVL
 from jaxsgl.models.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from jaxsgl.weights.encoder_names import as_a_decoders
 
 # Where the decoder is within "model.", beside a tower; the output head is outside. With the names of the other parts.
+_HEARS = "model.audio_tower."
 _QWEN_TOWER = ("model.visual.",)
 _PROJECTED_TOWER = ("model.vision_tower.", "model.multi_modal_projector.")
 _BESIDE_TOWER = {
+    **dict.fromkeys(HEARING, (_HEARS, "model.multi_modal_projector.")),
     "Qwen2VLForConditionalGeneration": _QWEN_TOWER,
     "Qwen2_5_VLForConditionalGeneration": _QWEN_TOWER,
     "Qwen3VLForConditionalGeneration": _QWEN_TOWER,
@@ -51,12 +54,13 @@ _BESIDE_TOWER = {
     "Gemma4UnifiedForConditionalGeneration": ("model.vision_embedder.", "model.embed_vision."),
     "Llama4ForConditionalGeneration": ("model.vision_model.", "model.multi_modal_projector."),
 }
-_NEVER_SERVED = ("model.audio_tower.", "model.embed_audio.")
+_NEVER_SERVED = (_HEARS, "model.embed_audio.")  # where the tower is one that sees
 _WITHIN = "model.language_model."
 # How names begin in files where the decoder is a model of its own, beside the tower, and how recipes have them.
 _OF_OWN_MODEL = {
     "language_model.model.": _WITHIN,
     "language_model.lm_head.": "lm_head.",
+    "audio_tower.": _HEARS,
     "vision_tower.": "model.vision_tower.",
     "vision_model.": "model.vision_model.",
     "multi_modal_projector.": "model.multi_modal_projector.",
@@ -273,8 +277,8 @@ def own_name(name: str, arch: ModelArch) -> str | None:
     """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
     if arch.name not in _BESIDE_TOWER:
         return name
-    if name.startswith(_NEVER_SERVED):
-        return None
     if name.startswith(_BESIDE_TOWER[arch.name]):
         return name if arch.vision is not None and arch.vision.has_tower else None
+    if name.startswith(_NEVER_SERVED):
+        return None
     return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name

@@ -1,4 +1,4 @@
-"""What checkpoints call the tensors of vision towers, and how these fill the parameters of `models/vision/tower.py`.
+"""What checkpoints call the tensors of towers, and how these fill the parameters of `models/vision/tower.py`.
 
 Owns these tables, one for each form of tower, by the names that recipes have (`stored_names.py`). Never knows files.
 `quantized.py`, through which the loader reads all tables, asks here for a parameter's recipe.
@@ -210,6 +210,29 @@ _INTERNVL: dict[str, _Of] = {
     "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
 }
 
+_HEARS, _HEARD = "model.audio_tower.", "model.audio_tower.layers.{}."
+_WHISPER: dict[str, _Of] = {
+    "frames": _Of((_HEARS + "conv1",), ("VM", "VB", "V3"), pieces.convolved_frames),
+    "patches": _Of((_HEARS + "conv2",), ("VM", "VM", "V3"), pieces.convolved_frames),
+    "positions": _Of((_HEARS + "embed_positions",), ("VG", "VM")),
+    "qkv": _Of(tuple(f"{_HEARD}self_attn.{part}_proj" for part in "qkv"), ("VM", "VM"), pieces.in_rows),
+    "o": _Of((_HEARD + "self_attn.out_proj",), ("VM", "VM")),
+    "fc1": _Of((_HEARD + "fc1",), ("VF", "VM")),
+    "fc2": _Of((_HEARD + "fc2",), ("VM", "VF")),
+    "norm1": _Of((_HEARD + "self_attn_layer_norm",), ("VM",)),
+    "norm2": _Of((_HEARD + "final_layer_norm",), ("VM",)),
+}
+_QWEN2_AUDIO = _WHISPER | {
+    "merger.norm": _Of((_HEARS + "layer_norm",), ("VM",)),
+    "merger.fc1": _Of((_PROJECTOR + "linear",), ("D", "VM")),
+}
+_VOXTRAL = _WHISPER | {
+    "norm3": _Of((_HEARS + "layer_norm",), ("VM",)),
+    "merger.fc1": _Of((_PROJECTOR + "linear_1",), ("D", "VW")),
+    "merger.fc2": _Of((_PROJECTOR + "linear_2",), ("D", "D")),
+}
+_WITHOUT_BIAS = f"{_HEARD}self_attn.k_proj"  # whose number is zero
+
 # By architecture; others are as Qwen3-VL.
 _TOWERS = {
     "AyaVisionForConditionalGeneration": _AYA,
@@ -234,6 +257,8 @@ _TOWERS = {
     **dict.fromkeys(WITH_CLIP, _CLIP),
     **dict.fromkeys(LLAVA_NEXT, _CLIP | _LINE_END),
     **dict.fromkeys(LLAVA_ONEVISION, _ONEVISION),
+    "Qwen2AudioForConditionalGeneration": _QWEN2_AUDIO,
+    "VoxtralForConditionalGeneration": _VOXTRAL,
 }
 
 
@@ -268,12 +293,15 @@ def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
     is_bias = own.endswith("_bias")
     of = _TOWERS.get(arch.name, _QWEN3_VL)[own.removesuffix("_bias")]
     ending, axes, of_row = of.ending, of.axes, of.pieces
+    names = of.names
     if is_bias:
         ending, axes = ".bias", of.axes[:1]
-        if of_row is not pieces.pixels_by_channel:
-            of_row = pieces.as_is if len(of.names) == 1 else pieces.in_rows
-    if "{}" not in of.names[0]:
-        return Recipe(tuple(Source(name + ending, axes) for name in of.names), of_row)
+        if _WITHOUT_BIAS in names:
+            names, of_row = tuple(name for name in names if name != _WITHOUT_BIAS), pieces.around_zeros
+        elif of_row is not pieces.pixels_by_channel:
+            of_row = pieces.as_is if len(names) == 1 else pieces.in_rows
+    if "{}" not in names[0]:
+        return Recipe(tuple(Source(name + ending, axes) for name in names), of_row)
     count = len(arch.vision.deepstack_layers) if own.startswith("deepstack.") else arch.vision.num_layers
-    sources = tuple(Source(name.format(index) + ending, axes) for index in range(count) for name in of.names)
+    sources = tuple(Source(name.format(index) + ending, axes) for index in range(count) for name in names)
     return Recipe(sources, partial(pieces.stacked_rows, of_row, count))

@@ -65,8 +65,8 @@ ANSWERS = {
     "/to-rebound": NOT_PUBLIC,
     "/to-nowhere": r"redirects to 'http://\[::1', which is no URL",
     "/loop": "redirected more than 3 times",
-    "/big": "more than 100000 bytes of pictures and videos",
-    "/endless": "more than 100000 bytes of pictures and videos",
+    "/big": "more than 100000 bytes of pictures, videos and sounds",
+    "/endless": "more than 100000 bytes of pictures, videos and sounds",
     "/slow": "took longer than 0.3 s",
     "/html": "is of the type text/html, but must be image",
     "/missing": "status 404",
@@ -134,7 +134,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "empty": ([image_part("data:image/png;base64,")], "is empty"),
     "no url": ([{"type": "image_url"}], "names no file"),
     "empty url": ([image_part("")], "names no file"),
-    "too many bytes": ([image_part(data_url(b"x" * 120_000))], "more than 100000 bytes of pictures and videos"),
+    "too many bytes": ([image_part(data_url(b"x" * 120_000))], "more than 100000 bytes of pictures, videos and sounds"),
     "too many bytes in all": ([image_part(data_url(b"\x89PNG" * 9000))] * 3, "more than 100000 bytes|no picture"),
     "too many images": ([image_part(GOOD)] * 9, "has 9 images and videos, but may have 8"),
     "too long": ([image_part(data_url(picture(1, 201)))], "at most 200 times"),
@@ -149,7 +149,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "too many tokens": ([image_part(data_url(picture(60, 60, seed=i))) for i in range(6)], "may have 256 together"),
     "placeholder in the text": ([{"type": "text", "text": "<|image_pad|>"}, image_part(GOOD)], "has 2 placeholders"),
     "placeholder without": ([{"type": "text", "text": "<|image_pad|>"}], "1 placeholder tokens, but its images have 0"),
-    "audio": ([{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}], "is of type input_audio"),
+    "audio": ([{"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}], "is a sound, but"),
 }  # fmt: skip
 
 

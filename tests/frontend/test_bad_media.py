@@ -312,7 +312,7 @@ def test_one_picture_of_many_prompts_is_fetched_and_decoded_once(
 def test_limits_hold_for_all_prompts_of_a_call(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = noted_limits(monkeypatch)
     urls = [f"http://allowed.example/large{number}.png" for number in range(2)]
-    check(served.generate(2, urls), "more than 100000 bytes of pictures and videos")
+    check(served.generate(2, urls), "more than 100000 bytes of pictures, videos and sounds")
     assert served.generate(2, [urls[0], data_url(PICTURE)])[0] == 200
     assert limits[2].cpu_s < limits[1].cpu_s == CONFIG.media_max_cpu_s
 

@@ -235,15 +235,16 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     shape = TowerShape(
         vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers, vision.window,
         len(vision.deepstack_layers), "square" if vision.positions == "none" else vision.positions,
-        vision.image_side if vision.joins_tiles else 0,
+        vision.image_side if vision.joins_tiles else 0, vision.sound,
     )  # fmt: skip
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
     if vision.joins_tiles and not flags.mm_max_patches:
         max_patches = min(max_patches, shape.patches_of(num_rows))
-    square = vision.merge_size**2
+    square = shape.square
     if max_patches < (needed := vision.image_patches):
-        raise ConfigError(f"--mm-max-patches is {max_patches}, but each image has {needed}: raise it to that")
+        each = "image" if vision.sound is None else "chunk of a sound"
+        raise ConfigError(f"--mm-max-patches is {max_patches}, but each {each} has {needed}: raise it to that")
     max_patches -= max_patches % (needed or square)  # calls hold whole images, where these have one size
     if num_rows < shape.tokens_of(max_patches):
         raise ConfigError(
@@ -303,8 +304,9 @@ def media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | N
         image_side=arch.vision.image_side,
         max_items=max(MIN_ITEMS, most // TOKENS_OF_ITEM),
         joins_tiles=arch.vision.joins_tiles,
-        max_patches=min(tower.image_tokens * arch.vision.merge_size**2, tower.max_patches),
-        max_request_patches=max_tokens * arch.vision.merge_size**2,
+        sound=arch.vision.sound,
+        max_patches=min(tower.image_tokens * tower.shape.square, tower.max_patches),
+        max_request_patches=max_tokens * tower.shape.square,
         max_picture_patches=tower.max_patches,
         may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from jaxsgl.models.families.dense import DENSE
 from jaxsgl.models.families.encoders import ENCODERS
+from jaxsgl.models.families.hearing import HEARING
 from jaxsgl.models.families.internvl import INTERNVL, INTERNVL_BY_DECODER
 from jaxsgl.models.families.latents import LATENTS
 from jaxsgl.models.families.layer_norms import LAYER_NORMS
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     **ENCODERS,
     **INTERNVL,
     **LLAVA,
+    **HEARING,
 }
 # Where one architecture has different towers, and then where it has different decoders: the name in `FAMILIES` by the
 # part's `model_type`. The first one holds where config.json doesn't say it.
@@ -39,6 +41,8 @@ BY_TOWER: dict[str, dict[str, str]] = {
     "LlavaOnevisionForConditionalGeneration": {"siglip_vision_model": "LlavaOnevisionForConditionalGeneration"},
 }
 BY_DECODER: dict[str, dict[str, str]] = {
+    "Qwen2AudioForConditionalGeneration": {"qwen2": "Qwen2AudioForConditionalGeneration"},
+    "VoxtralForConditionalGeneration": {"llama": "VoxtralForConditionalGeneration"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "Mistral3ForConditionalGeneration",
         "ministral3": "Ministral3ForConditionalGeneration",

@@ -1,7 +1,7 @@
-"""The shape of a vision tower, read from the object `vision_config` of a model's config.json.
+"""The shape of a tower, of one that sees read from the object `vision_config` of a model's config.json.
 
 Owns its numbers and which values are refused. Never knows parameters or images. `models/arch_file.py` reads it,
-`tower.py` and the engine use it.
+`tower.py` and the engine use it. `hearing.py` reads towers that hear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.family import Ahead, Merging, Positions, VisionFamily
-from jaxsgl.requests.media import CHANNELS
+from jaxsgl.requests.media import CHANNELS, SoundShape
 
 ROPE_THETA = 10000.0
 FULL_LAYERS = (7, 15, 23, 31)  # of a tower with windows, where config.json lists none
@@ -28,7 +28,8 @@ MERGER_EPS = 1e-5  # of norms of mergers for which config.json has no key
 @dataclass(frozen=True)
 class VisionArch:
     """The shape of a tower of Qwen2-VL to Qwen3.5, GLM-4.1V to GLM-OCR, Mistral 3 (Pixtral's), LLaVA (CLIP), Gemma 3
-    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, Command A Vision, LFM2-VL, or InternVL.
+    (SigLIP) and 4, PaddleOCR-VL, EXAONE 4.5, Idefics 3, Aya Vision, Command A Vision, LFM2-VL, or InternVL; or of one
+    that hears, Qwen2-Audio's or Voxtral's (Whisper).
 
     Attributes:
       num_layers, hidden_size, num_heads, ffn_size: L, M, N, F. Without layers N and F mean nothing.
@@ -67,7 +68,8 @@ class VisionArch:
         passes a norm without scales; ("gated") an MLP with gates after two products, of which the first has a bias, and
         the second a norm and GELU after it; ("product") a product alone; or ("square") a norm of all numbers of the
         square, and an MLP whose width is D, as that of "plain" is; ("halved") that norm, and an MLP of which the second
-        half is the gate; or ("normed") a norm without scales, and a product.
+        half is the gate; ("normed") a norm without scales, and a product; or ("averaged") the mean of positions
+        of a sound, which passes a norm, and a product.
       merger_norm: of "halved" and "square", that the norm is there.
       merger_ffn_size: F of the MLP, of one with gates both halves together; 0: it follows from other sizes.
       centred: what the merger makes loses its mean, which norms of the decoder would take away.
@@ -83,7 +85,9 @@ class VisionArch:
       full_layers: see `window`.
       rope_theta: base of the wavelengths.
       mean, std: of the channels' values from 0 to 1, by which pixels are normalized.
-      image_token_id, video_token_id: the placeholder tokens of images, and of video frames; -1: it takes no videos.
+      image_token_id, video_token_id: the placeholder tokens of images, or of sounds, and of video frames; -1: it takes
+        no videos.
+      sound: it hears: patches are frames of sound, which two convolutions make positions of; None: it sees.
       has_tower: whether it is loaded; what it makes comes from another server otherwise.
     """
 
@@ -141,6 +145,7 @@ class VisionArch:
     rope_theta: float = ROPE_THETA
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    sound: SoundShape | None = None
     has_tower: bool = True
 
     @property
@@ -155,23 +160,27 @@ class VisionArch:
 
     @property
     def patch_len(self) -> int:
-        """C, numbers of a patch: channels, frames, rows and columns of pixels."""
+        """C, numbers of a patch: channels, frames, rows and columns of pixels; bytes of a sound's."""
+        if self.sound is not None:
+            return self.sound.patch_bytes
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def merged_size(self) -> int:
         """Numbers of a square of patches that becomes one token."""
-        return self.hidden_size * self.merge_size**2
+        return self.hidden_size * (self.merge_size**2 if self.sound is None else self.sound.merge)
 
     @property
     def table_len(self) -> int:
         """Rows of the table of learned positions."""
+        if self.sound is not None:
+            return self.sound.num_patches
         return 2 * self.table_side if self.positions == "axes" else self.table_side**2
 
     @property
     def image_patches(self) -> int:
-        """Patches of each image; 0: they differ."""
-        return self.image_side**2
+        """Patches of each image, or chunk of a sound; 0: they differ."""
+        return self.image_side**2 if self.sound is None else self.sound.num_patches
 
     @property
     def sees_ahead(self) -> bool:

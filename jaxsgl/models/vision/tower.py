@@ -1,9 +1,10 @@
-"""Vision towers (Qwen's, GLM's, Mistral's, Gemma's, InternVL's): patches of images in, a row for each token out.
+"""Towers (Qwen's, GLM's, Mistral's, Gemma's, InternVL's, Whisper's): patches in, a row for each token out.
 
 Images are packed one behind the other on one axis P, and segment ids tell them apart: attention is full within an
 image, or within a window of it, and takes queries in blocks, so that scores of all pairs never stand in memory at once.
 The patches of a window follow each other, so that a block of queries looks at few keys around it. Images of one size
-are attended to one by one; a class token may come before the patches of each. The host says where each patch lies
+are attended to one by one; a class token may come before the patches of each. So are chunks of a sound, whose patches
+are frames, and pass convolutions before the layers. The host says where each patch lies
 (`batch/patches.py`). The parameters of all layers are stacked, so that a program has one body for them. Knows no
 requests and no pool of embeddings; `engine/encoding.py` runs it.
 
@@ -27,6 +28,7 @@ from flax import nnx
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
 from jaxsgl.models.vision.arch import VisionArch
+from jaxsgl.requests.media import FRAMES_OF_PATCH
 from pallas_kernels.dots import dot_precision
 from pallas_kernels.norm import centred
 
@@ -35,13 +37,13 @@ class Patches(NamedTuple):
     """Packed patches, in the order of the model's merges; padding lies behind them.
 
     Attributes:
-      pixels: `[P, C]` uint8.
+      pixels: `[P, C]` uint8; of sounds the bytes of float32.
       places: `[P, 2]` int32, row and column in the image.
       taps: `[P, 4]` int32, learned positions around the patch; `[P, 16]` for cubics.
       weights: the same in float32, of the taps. Where positions are "blurred", `taps` has the bits of weights of rows,
         `[P, side]`, and this one those of columns.
       windows: `[P]` int32, which window of all images; of towers without windows it means nothing.
-      segments: `[P]` int32, which image; -1 for padding, here and above.
+      segments: `[P]` int32, which image; -1 for padding, here and above, and for what is not heard.
     """
 
     pixels: jax.Array
@@ -95,7 +97,7 @@ class Merger(Matrices):
         read = wide if arch.merger in ("mlp", "product", "square", "halved") else arch.hidden_size
         units = arch.merger_ffn_size or (wide if arch.merger == "mlp" else out)
         _linear(self, "fc1", (*stack, units, read), dtype, arch.merger_bias)
-        if arch.merger not in ("pooled", "product", "scaled", "normed"):
+        if arch.merger not in ("pooled", "product", "scaled", "normed", "averaged"):
             _linear(self, "fc2", (*stack, out, units // (1 + (arch.merger == "halved"))), dtype, arch.merger_bias)
 
     def _declare_gated(self, arch: VisionArch, dtype: jnp.dtype, stack: tuple[int, ...]) -> None:
@@ -112,7 +114,7 @@ class Merger(Matrices):
             array = _array(self, name)
             return array if index is None else array[index]
 
-        if self._how in ("pooled", "scaled"):
+        if self._how in ("pooled", "scaled", "averaged"):
             squares = x_PM.reshape(-1, self._wide // x_PM.shape[1], x_PM.shape[1]).astype(jnp.float32)
             mean = jnp.mean(squares, axis=1)
             if self._how == "scaled":
@@ -156,8 +158,12 @@ class Tower(Matrices):
     def __init__(self, arch: VisionArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         self.arch, self.activations = arch, activations
         layers, m = arch.num_layers, arch.hidden_size
-        _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
-        if arch.table_side:
+        if arch.sound is None:
+            _linear(self, "patches", (m, arch.patch_len), dtype, has_bias=arch.patch_bias)
+        else:
+            _linear(self, "frames", (m, TAPS * arch.sound.bins), dtype)
+            _linear(self, "patches", (m, TAPS * m), dtype)
+        if arch.table_side or arch.sound is not None:
             self.declare("positions", (arch.table_len, m), (None, None), dtype, None, fan_in=m)
         if arch.class_token:
             _vector(self, "class_token", (m,), dtype, mean=0.0)
@@ -249,7 +255,20 @@ class Tower(Matrices):
         """What each patch has, class tokens included, by images, all of which have one size."""
         return x.reshape(-1, self.arch.class_token + self.arch.image_patches, *x.shape[1:])
 
+    def _embed_frames(self, patches: Patches) -> jax.Array:
+        """`[P, M]` of frames `[2 P, bins]`, by a convolution over them and one over every second of what that makes."""
+        assert self.arch.sound is not None
+        bits = patches.pixels.reshape(-1, self.arch.sound.bins, np.dtype(np.float32).itemsize)
+        frames = jax.lax.bitcast_convert_type(bits, jnp.float32).astype(self.activations)
+        places, gelu = self.arch.image_patches, partial(jax.nn.gelu, approximate=False)
+        wide = gelu(_through(self, "frames", _with_neighbours(frames, FRAMES_OF_PATCH * places, 1), self._of))
+        read = _with_neighbours(wide, FRAMES_OF_PATCH * places, FRAMES_OF_PATCH)
+        made = gelu(_through(self, "patches", read, self._of)).reshape(-1, places, self.arch.hidden_size)
+        return (made + _array(self, "positions").astype(made.dtype)).reshape(-1, self.arch.hidden_size)
+
     def _embed_patches(self, patches: Patches) -> jax.Array:
+        if self.arch.sound is not None:
+            return self._embed_frames(patches)
         arch, per_channel = self.arch, self.arch.patch_len // self.arch.channels
         std = np.asarray(arch.std, np.float64)
         scale = np.repeat(1 / (255 * std), per_channel).astype(np.float32)
@@ -342,7 +361,15 @@ class Tower(Matrices):
             q, k, v = qkv
             return segment_attention(q, k, v, jnp.zeros(len(q), jnp.int32), scale=arch.attention_scale)
 
+        def within_chunk(of_chunk: tuple[jax.Array, ...]) -> jax.Array:
+            q, k, v, segments = of_chunk
+            return segment_attention(q, k, v, segments, scale=arch.attention_scale)
+
         def within_images() -> jax.Array:
+            if arch.sound is not None:
+                by_chunk = tuple(map(self._by_image, (q, k, v, around.segments)))
+                heard: jax.Array = jax.lax.map(within_chunk, by_chunk)
+                return heard.reshape(q.shape)
             if arch.image_side:
                 out: jax.Array = jax.lax.map(within_image, tuple(map(self._by_image, (q, k, v))))
                 return out.reshape(q.shape)
@@ -357,6 +384,16 @@ class Tower(Matrices):
         is_full = np.isin(np.arange(arch.num_layers), arch.full_layers)
         out: jax.Array = jax.lax.cond(jnp.asarray(is_full)[layer], within_images, within_windows)
         return out
+
+
+def _with_neighbours(x: jax.Array, of_chunk: int, stride: int) -> jax.Array:
+    """Every `stride`-th of the places `[n, N]`, with the ones before and after it, `[n / stride, 3 N]`.
+
+    Outside of a chunk, which has `of_chunk` places, they are zeros.
+    """
+    padded = jnp.pad(x.reshape(-1, of_chunk, x.shape[1]), ((0, 0), (1, 1), (0, 0)))
+    taps = [padded[:, tap : tap + of_chunk : stride] for tap in range(TAPS)]
+    return jnp.concatenate(taps, axis=-1).reshape(-1, TAPS * x.shape[1])
 
 
 def surroundings(patches: Patches, arch: VisionArch) -> Surroundings:
@@ -449,6 +486,7 @@ def _array(module: Matrices, name: str) -> jax.Array:
     return array
 
 
+TAPS = 3  # of convolutions over frames
 JOINT_EPS = 1e-6  # of norms of all heads, for which config.json has no key
 BLOCK = 256  # queries whose scores stand in memory at once
 FAR = -1e30  # in the place of scores between segments: no minus infinity, so that padding yields no NaN

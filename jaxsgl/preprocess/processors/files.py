@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,14 +46,14 @@ class ProcessorFiles:
     Attributes:
       folder: where they are.
       config: config.json.
-      vision: its part about the tower.
+      tower: its part about the tower.
       image, video: what is done to pictures, and to videos.
       both: processor_config.json.
     """
 
     folder: Path
     config: dict[str, Any]
-    vision: dict[str, Any]
+    tower: dict[str, Any]
     image: dict[str, Any]
     video: dict[str, Any]
     both: dict[str, Any]
@@ -99,16 +99,19 @@ class ProcessorFiles:
         return found | {token["content"]: int(token["id"]) for token in listed}
 
 
-def read_files(folder: Path) -> ProcessorFiles | None:
-    """Returns what the files of `folder` say, None if the model has no tower. Raises `CheckpointError`."""
+def read_files(folder: Path, hearing: Container[str]) -> ProcessorFiles | None:
+    """Returns what the files of `folder` say, None if the model has no tower. Raises `CheckpointError`.
+
+    `hearing` are kinds of models whose towers hear.
+    """
     config = _read(folder / "config.json")
-    vision = config.get("vision_config")
-    if not isinstance(vision, dict):
+    tower = config.get("audio_config" if config.get("model_type") in hearing else "vision_config")
+    if not isinstance(tower, dict):
         return None
     both = _read(folder / _BOTH_FILE)
     image = _read(folder / IMAGE_FILE) or both.get("image_processor") or {}
     video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
-    return ProcessorFiles(folder, config, vision, image, video, both)
+    return ProcessorFiles(folder, config, tower, image, video, both)
 
 
 def pixels_between(

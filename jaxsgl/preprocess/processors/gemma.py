@@ -11,7 +11,7 @@ from jaxsgl.preprocess.settings import BILINEAR, PixelSettings, ProcessorSetting
 def read_gemma3(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, all of one size."""
     config = files.config
-    side, patch_size = files.vision.get("image_size", 224), files.vision.get("patch_size", 16)
+    side, patch_size = files.tower.get("image_size", 224), files.tower.get("patch_size", 16)
     size = {"height": side, "width": side}
     files.check_image({"size": size, "do_pan_and_scan": False, "resample": BILINEAR})
     with files.understood():
@@ -33,7 +33,7 @@ def read_gemma3(files: ProcessorFiles) -> ProcessorSettings:
 def read_gemma4(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures and frames that fill a number of tokens; the tower normalizes. Without layers, a token is a patch."""
     config = files.config
-    patch_size, merge = files.vision.get("patch_size", 16), files.vision.get("pooling_kernel_size", 3)
+    patch_size, merge = files.tower.get("patch_size", 16), files.tower.get("pooling_kernel_size", 3)
     same = {"patch_size": patch_size, "pooling_kernel_size": merge}
     for check, values in ((files.check_image, files.image), (files.check_video, files.video)):
         told = values.get("do_normalize")

@@ -30,7 +30,7 @@ _CLASS = re.compile(r"(Glm4v|Glm46V)(?:Image|Video)?Processor(?:Fast|Pil)?")
 
 def read_glm4v(files: ProcessorFiles) -> ProcessorSettings:
     """A picture counts as two frames; frames of a video are pictures within its tokens, each before its time."""
-    config, vision, image, video = files.config, files.vision, files.image, files.video
+    config, vision, image, video = files.config, files.tower, files.image, files.video
     sizes = {
         "patch_size": vision.get("patch_size", 14),
         "temporal_patch_size": vision.get("temporal_patch_size", 2),

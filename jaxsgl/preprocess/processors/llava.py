@@ -60,12 +60,12 @@ _ASPECT = "anyres_max_9"
 
 def read_llava(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures as the tower takes them."""
-    return read_llava_pixtral(files) if files.vision.get("model_type") == "pixtral" else _read_cropped(files)
+    return read_llava_pixtral(files) if files.tower.get("model_type") == "pixtral" else _read_cropped(files)
 
 
 def _read_cropped(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, of which the middle is seen, in one size; transformers 4 says sides as one number."""
-    side, patch_size = files.vision.get("image_size", 224), files.vision.get("patch_size", 32)
+    side, patch_size = files.tower.get("image_size", 224), files.tower.get("patch_size", 32)
     told, crop = (
         {name: each} if isinstance(each := files.image.get(key), int) else each
         for key, name in (("size", "shortest_edge"), ("crop_size", "height"))
@@ -91,7 +91,7 @@ def _read_cropped(files: ProcessorFiles) -> ProcessorSettings:
 def read_joined_tiles(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, in tiles that are joined; those of the class token are left out."""
     of_model, config = _JOINED[files.model_type], files.config
-    side, patch_size = files.vision.get("image_size", of_model.side), files.vision.get("patch_size", 14)
+    side, patch_size = files.tower.get("image_size", of_model.side), files.tower.get("patch_size", 14)
     files.check_image({**of_model.size(side), "do_pad": True})
     aspect = config.get("vision_aspect_ratio", _ASPECT)
     tokens = (side // patch_size) ** 2

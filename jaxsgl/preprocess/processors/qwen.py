@@ -49,7 +49,7 @@ _ALONE = {
 
 def read_qwen_vl(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures and videos of Qwen2-VL to Qwen3-VL."""
-    config, vision, image, video = files.config, files.vision, files.image, files.video
+    config, vision, image, video = files.config, files.tower, files.image, files.video
     of_model = _MODELS.get(files.model_type, _QWEN3_VL)
     sizes = {
         "patch_size": vision.get("patch_size", of_model.patch_size),
@@ -86,9 +86,9 @@ def read_pictures(files: ProcessorFiles) -> ProcessorSettings:
     alone = _ALONE[files.model_type]
     of_model, config = alone.of_model, files.config
     sizes = {
-        "patch_size": files.vision.get("patch_size", 14),
+        "patch_size": files.tower.get("patch_size", 14),
         "temporal_patch_size": alone.temporal_patch_size,
-        "merge_size": files.vision.get("spatial_merge_size", 2),
+        "merge_size": files.tower.get("spatial_merge_size", 2),
     }
     files.check_image(sizes)
     with files.understood():

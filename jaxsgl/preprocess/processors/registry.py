@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jaxsgl.preprocess.processors import gemma, glm, llava, pixtral, qwen, tiles
+from jaxsgl.preprocess.processors import gemma, glm, hearing, llava, pixtral, qwen, tiles
 from jaxsgl.preprocess.processors.files import ProcessorFiles, read_files
 from jaxsgl.preprocess.settings import ProcessorSettings
 
@@ -31,14 +31,15 @@ READERS: Mapping[str, Callable[[ProcessorFiles], ProcessorSettings]] = {
     "lfm2_vl": tiles.read_lfm2_vl,
     "lfm2-vl": tiles.read_lfm2_vl,
     **dict.fromkeys(glm.TOKENS, glm.read_glm4v),
+    **dict.fromkeys(hearing.MODELS, hearing.read_sounds),
 }
 
 
 def load_settings(folder: str | Path) -> ProcessorSettings | None:
-    """Returns the settings of the model in `folder`; None if it has no vision tower.
+    """Returns the settings of the model in `folder`; None if it has no tower.
 
     Raises `CheckpointError` for a file that can't be read, or a processor that does something else to pictures.
     """
-    if (files := read_files(Path(folder))) is None:
+    if (files := read_files(Path(folder), hearing.MODELS)) is None:
         return None
     return READERS.get(files.model_type, qwen.read_qwen_vl)(files)

@@ -25,7 +25,7 @@ def read_internvl(files: ProcessorFiles) -> ProcessorSettings:
     Sizes and normalization of frames are those of pictures, on which the model was trained: folders were published with
     384 pixels for frames, which transformers' model can't take.
     """
-    side, patch_size = (_side(files.vision.get(key, usual)) for key, usual in (("image_size", 448), ("patch_size", 14)))
+    side, patch_size = (_side(files.tower.get(key, usual)) for key, usual in (("image_size", 448), ("patch_size", 14)))
     files.check_image({"size": {"height": side, "width": side}, "do_center_crop": False})
     ids = files.added_tokens()
     with files.understood():
@@ -51,9 +51,9 @@ def read_internvl(files: ProcessorFiles) -> ProcessorSettings:
 
 def read_idefics3(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, in tiles whose places are told in words."""
-    patch_size, merge_size = files.vision.get("patch_size", 32), files.config.get("scale_factor", 2)
+    patch_size, merge_size = files.tower.get("patch_size", 32), files.config.get("scale_factor", 2)
     files.check_image({"do_image_splitting": True, "do_pad": True, "resample": LANCZOS})
-    side = files.vision.get("image_size", 224)
+    side = files.tower.get("image_size", 224)
     files.check_both({"image_seq_len": (side // patch_size // merge_size) ** 2})
     with files.understood():
         told = (
@@ -81,7 +81,7 @@ def read_idefics3(files: ProcessorFiles) -> ProcessorSettings:
 
 def read_aya_vision(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, in tiles as InternVL's, whose numbers are told in words."""
-    side, patch_size = files.vision.get("image_size", 224), files.vision.get("patch_size", 16)
+    side, patch_size = files.tower.get("image_size", 224), files.tower.get("patch_size", 16)
     merge_size = files.config.get("downsample_factor", 2)
     files.check_image({"size": {"height": side, "width": side}, "do_center_crop": False})
     words = {"image_token": "<image>", "tile_token": "TILE", "tile_global_token": "TILE_GLOBAL"}
@@ -102,7 +102,7 @@ def read_aya_vision(files: ProcessorFiles) -> ProcessorSettings:
 
 def read_cohere2_vision(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, in tiles of which a token ends each."""
-    side, patch_size = files.vision.get("image_size", 512), files.vision.get("patch_size", 16)
+    side, patch_size = files.tower.get("image_size", 512), files.tower.get("patch_size", 16)
     merge_size = files.config.get("downsample_factor", 2)
     needed = {"size": {"height": side, "width": side}, "crop_to_patches": True}
     files.check_image({**needed, "patch_size": side // patch_size // merge_size})
@@ -129,7 +129,7 @@ def read_cohere2_vision(files: ProcessorFiles) -> ProcessorSettings:
 def read_lfm2_vl(files: ProcessorFiles) -> ProcessorSettings:
     """Pictures alone, of any size; large ones are cut into tiles, whose places are told in words."""
     image = files.image
-    patch_size, merge_size = files.vision.get("patch_size", 16), files.config.get("downsample_factor", 2)
+    patch_size, merge_size = files.tower.get("patch_size", 16), files.config.get("downsample_factor", 2)
     files.check_image(
         {
             "downsample_factor": merge_size,

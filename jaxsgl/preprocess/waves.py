@@ -1,0 +1,88 @@
+"""Files of sound as WAV, read here: samples of integers or floats, in chunks of the RIFF format.
+
+Never knows other formats; `sounds.py` calls it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.mel import Samples
+
+_INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
+_TYPES = {
+    (_INTEGERS, 8): "u1",
+    (_INTEGERS, 16): "<i2",
+    (_INTEGERS, 32): "<i4",
+    (_FLOATS, 32): "<f4",
+    (_FLOATS, 64): "<f8",
+}
+_AT_ONCE = 1 << 16  # samples of all channels
+MOST_CHUNKS = 1000  # before the samples
+
+
+def is_wave(content: bytes) -> bool:
+    """Whether a file is a WAV file by its first bytes."""
+    return content[:4] == b"RIFF" and content[8:12] == b"WAVE"
+
+
+class Wave:
+    """A file, of which the header is read.
+
+    Attributes:
+      rate: samples a second.
+      num_channels: of each sample.
+    """
+
+    def __init__(self, content: bytes, name: str) -> None:
+        """Raises `InvalidRequest`; `name` says in errors which file it is."""
+        self._content, self._name = content, name
+        at, form, self._data = 12, None, None
+        for _ in range(MOST_CHUNKS):
+            kind, size = content[at : at + 4], int.from_bytes(content[at + 4 : at + 8], "little")
+            at += 8
+            if len(kind) < 4 or at > len(content):
+                break
+            if kind == b"fmt " and size >= 16:
+                form = content[at : at + min(size, 40)]
+            if kind == b"data":
+                # Programs that write to a pipe don't know the size.
+                self._data = at, min(at + size if size not in (0, 0xFFFFFFFF) else len(content), len(content))
+                break
+            at += size + size % 2
+        if form is None or len(form) < 16 or self._data is None:
+            raise InvalidRequest(f"{name} is a WAV file without a format or samples: is the file complete?")
+        tag, self.num_channels, self.rate, _, self._frame_bytes, self._bits = struct.unpack("<HHIIHH", form[:16])
+        self._tag = int.from_bytes(form[24:26], "little") if tag == _EXTENSIBLE else tag
+        is_known = (self._tag, self._bits) in _TYPES or (self._tag, self._bits) == (_INTEGERS, 24)
+        if not is_known or self.num_channels < 1 or self._frame_bytes != self.num_channels * self._bits // 8:
+            raise InvalidRequest(
+                f"{name} is a WAV file of format {self._tag} with {self._bits} bits, but must have integers of 8, 16, "
+                "24 or 32 bits, or floats of 32 or 64: convert it"
+            )
+
+    def blocks(self) -> Iterator[Samples]:
+        """Yields samples `[n, channels]`, -1 to 1, one block after the other."""
+        assert self._data is not None
+        start, stop = self._data
+        step = max(_AT_ONCE // self.num_channels, 1) * self._frame_bytes
+        for at in range(start, stop, step):
+            raw = self._content[at : min(at + step, stop)]
+            raw = raw[: len(raw) - len(raw) % self._frame_bytes]
+            yield self._numbers(raw).reshape(-1, self.num_channels)
+
+    def _numbers(self, raw: bytes) -> Samples:
+        if self._bits == 24:
+            in_threes = np.frombuffer(raw, np.uint8).reshape(-1, 3)
+            wide = np.zeros((len(in_threes), 4), np.uint8)
+            wide[:, 1:] = in_threes
+            return (wide.reshape(-1).view("<i4") / np.float64(1 << 31)).astype(np.float32)
+        numbers = np.frombuffer(raw, _TYPES[self._tag, self._bits])
+        if self._tag == _FLOATS:
+            return numbers.astype(np.float32)
+        zero, most = (128, 128) if self._bits == 8 else (0, 1 << (self._bits - 1))
+        return ((numbers - np.float64(zero)) / most).astype(np.float32)
