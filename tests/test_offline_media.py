@@ -64,7 +64,7 @@ def test_calls_and_their_results_reach_the_template_with_arguments_as_objects() 
         (user(["hi"]), "a part is a str, but must be as"),
         (user([{"type": "text"}]), "a part is of type text without a text"),
         (user([{"type": "text", "text": 5}]), "a part is of type text without a text"),
-        (user([{"type": "audio"}]), "a part is of type 'audio', but must be text, image"),
+        (user([{"type": "sound"}]), "a part is of type 'sound', but must be text, image"),
         (user([{"type": "image"}]), "a picture is a NoneType, but must be a PIL image"),
         (user([{"type": "video", "video": [b"x"], "fps": "2"}]), r"fps is '2', but must be a number of 0\.001 to 1000"),
         (user([{"type": "video", "video": [b"x"], "fps": 0}]), "fps is 0, but must be"),

@@ -81,7 +81,7 @@ TOPICS = {
         _words("is_embedding enable_embeddings matryoshka enable_return_hidden_states enable_return_routed_experts"),
     ),
     "media": Topic(
-        "pictures and videos (docs/multimodal.md)",
+        "pictures, videos and sound (docs/multimodal.md)",
         _words("language_only mm_enable_dp_encoder mm_pool_tokens mm_host_mib mm_max_patches allowed_media_domains"
                " media_max_tokens media_max_bytes media_max_pixels media_max_decode_bytes media_max_cpu_s"
                " media_timeout_s mm_hash_ids"),
@@ -355,7 +355,7 @@ SETTINGS = {
 # Flag with several numbers -> the same.
 LISTS = {"--cuda-graph-bs": _SIZES, "--cuda-graph-sizes": _SIZES}
 # Of arguments of `jaxsgl.LLM` alone: what bounds clients of a server.
-OFFLINE = {"--limit-mm-per-prompt": "a prompt may have as many pictures and videos as its context has room for"}
+OFFLINE = {"--limit-mm-per-prompt": "a prompt may have as many media as its context has room for"}
 _OF_WORDS = ("--lora-paths", "--lora-modules", *LISTS)
 # Flag -> what to do instead.
 REFUSED = {

@@ -53,11 +53,11 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower, and the embeddings that it makes."""
+    """The tower that sees or hears, and the embeddings that it makes."""
 
     language_only: bool = flag(
         False,
-        "leave the vision tower of a model out, and refuse requests with images",
+        "leave the tower of a model that sees or hears out, and refuse requests with images or sounds",
         alias="--language-model-only",
     )
     mm_enable_dp_encoder: bool = flag(
@@ -80,8 +80,8 @@ class VisionConfig:
     )
     media_max_tokens: int = flag(
         32_768,
-        "tokens of all pictures and videos of a request at most, each of which takes some 6 KiB of host memory while "
-        "the request waits; one picture or pair of frames for each 32 of them",
+        "tokens of all media of a request at most, each of which takes some 6 KiB of host memory while the request "
+        "waits; one picture, pair of frames or chunk of a sound for each 32 of them",
     )
 
     def __post_init__(self) -> None:
@@ -94,15 +94,15 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class MediaConfig:
-    """Pictures and videos in requests (docs/multimodal.md)."""
+    """Pictures, videos and sounds in requests (docs/multimodal.md)."""
 
     allowed_media_domains: tuple[str, ...] = flag(
         (),
-        "hosts from which pictures and videos are fetched, as images.example.org,*.example.com,cdn.example.net:8443; "
+        "hosts from which media are fetched, as images.example.org,*.example.com,cdn.example.net:8443; "
         "only at global addresses (default: none, requests bring their pictures as data: URLs)",
     )
     media_max_bytes: int = flag(
-        64 << 20, "bytes of all pictures and videos of a request at most, as files; see --max-request-bytes, too"
+        64 << 20, "bytes of all media of a request at most, as files; see --max-request-bytes, too"
     )
     media_max_pixels: int = flag(1 << 25, "pixels of a picture at most, by its header, before it is decoded")
     media_max_decode_bytes: int = flag(
@@ -110,10 +110,8 @@ class MediaConfig:
         "memory for decoding pictures, in bytes, of each front-end process; a picture that takes more by its header is "
         "refused, and one that finds too little left waits (JPEG and PNG take 4 to 6 bytes a pixel, WebP 16)",
     )
-    media_max_cpu_s: float = flag(
-        20.0, "seconds of processor time that decoding all pictures and videos of a request may take"
-    )
-    media_timeout_s: float = flag(10.0, "seconds that fetching a picture or video may take, redirects included")
+    media_max_cpu_s: float = flag(20.0, "seconds of processor time that decoding all media of a request may take")
+    media_timeout_s: float = flag(10.0, "seconds that fetching a file may take, redirects included")
     mm_hash_ids: str = flag(
         "digest",
         "what stands for pictures in the prefix cache and in KV events; digest: numbers drawn from their SHA-256; "

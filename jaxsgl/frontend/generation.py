@@ -57,8 +57,8 @@ REQUESTS_A_TURN = 64  # that a call may check or submit in one turn of the event
 TOKENS_LIKE_A_REQUEST = 1000  # to check so many tokens takes as long as to check a request
 
 TEXT_ALONE = (
-    "the request has images or videos, but the model takes text alone: leave them out, or ask a server whose model has "
-    "a vision tower"
+    "the request has images, videos or sounds, but the model takes text alone: leave them out, or ask a server whose "
+    "model has a tower for them"
 )
 
 ResultT = TypeVar("ResultT")
@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """The model being served, known once the engine is ready.
 
-    `dialect` is how it writes reasoning and calls; `media` prepares pictures and videos, or is None
+    `dialect` is how it writes reasoning and calls; `media` prepares pictures, videos and sounds, or is None
     if it takes text alone. `sampling_defaults` are fields of `SamplingParams` for requests that leave them out.
     """
 

@@ -1,4 +1,4 @@
-"""Conversations of `LLM.chat`: OpenAI's messages as mappings, whose pictures and videos are Python's objects or files.
+"""Conversations of `LLM.chat`: OpenAI's messages as mappings, whose pictures, videos and sounds are objects or files.
 
 Owns what a turn may hold; media.py reads the files, the tokenizer renders the turns.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.offline.media import content_of, video_of
+from jaxsgl.offline.media import content_of, sound_of, video_of
 from jaxsgl.preprocess.sources import File, ImageFile
 from jaxsgl.text.tokenizer import Turn
 
@@ -38,7 +38,7 @@ def _as_list(given: Any, what: str) -> list[Any]:
 def read_chat(turns: Sequence[Mapping[str, Any]]) -> tuple[list[Turn], list[File]]:
     """Returns `turns` as chat templates take them, and their files. Raises `InvalidRequest`.
 
-    Texts of several parts are joined by line breaks, as servers do, unless there are pictures or videos among them.
+    Texts of several parts are joined by line breaks, as servers do, unless there are media among them.
     """
     files: list[File] = []
     return [_turn(turn, files) for turn in turns], files
@@ -93,8 +93,10 @@ def _part(part: Any, files: list[File]) -> dict[str, Any]:
         if not isinstance(part.get("text"), str):
             raise InvalidRequest('a part is of type text without a text: give {"type": "text", "text": ...}')
         return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url", "video", "video_url"):
-        raise InvalidRequest(f"a part is of type {kind!r}, but must be text, image, image_url, video or video_url")
+    if kind not in ("image", "image_url", "video", "video_url", "audio", "audio_url"):
+        raise InvalidRequest(
+            f"a part is of type {kind!r}, but must be text, image, image_url, video, video_url, audio or audio_url"
+        )
     given, fps = part.get(kind), part.get("fps")
     if isinstance(given, Mapping):
         fps = given.get("fps", fps)
@@ -102,6 +104,9 @@ def _part(part: Any, files: list[File]) -> dict[str, Any]:
     if kind.startswith("image"):
         files.append(ImageFile(content_of(given)))
         return {"type": "image"}
+    if kind.startswith("audio"):
+        files.append(sound_of(given))
+        return {"type": "audio", "audio": ""}
     files.append(video_of(given, _fps(fps)))
     return {"type": "video"}
 

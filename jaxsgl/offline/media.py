@@ -1,7 +1,7 @@
-"""Pictures and videos of offline prompts: PIL images, files, paths and data: URLs. `LLM` calls it.
+"""Pictures, videos and sounds of offline prompts: PIL images, files, paths and data: URLs. `LLM` calls it.
 
-A prompt with media is `{"prompt": ..., "multi_modal_data": {"image": ..., "video": ...}}` as in vLLM, with a
-placeholder for each picture in the text; chat.py reads those of chats. Nothing is fetched.
+A prompt with media is `{"prompt": ..., "multi_modal_data": {"image": ..., "video": ..., "audio": ...}}` as in vLLM,
+with a placeholder for each in the text; chat.py reads those of chats. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.processors import load_settings
-from jaxsgl.preprocess.sources import Budget, File, ImageFile, VideoFile, data_of
+from jaxsgl.preprocess.sources import SOUND_KINDS, Budget, File, ImageFile, SoundFile, VideoFile, data_of
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
 _MAX_BYTES = 1 << 32  # of a data: URL
 _TEXT_ALONE = (
-    "the prompt has images or videos, but the model takes text alone: leave them out, or load a model with a vision "
-    "tower"
+    "the prompt has images, videos or sounds, but the model takes text alone: leave them out, or load a model with a "
+    "tower for them"
 )
 _KEYS = {"prompt", "prompt_token_ids", "multi_modal_data"}
 
@@ -37,15 +37,16 @@ def read_prompt(given: Mapping[str, Any]) -> OfflinePrompt:
         raise InvalidRequest(f"a prompt has the keys {sorted(given)}, but may have prompt or prompt_token_ids, and "
                              "multi_modal_data")  # fmt: skip
     data = given.get("multi_modal_data") or {}
-    if set(data) - {"image", "video"}:
-        raise InvalidRequest(f"multi_modal_data has the keys {sorted(data)}, but may have image and video")
+    if set(data) - {"image", "video", "audio"}:
+        raise InvalidRequest(f"multi_modal_data has the keys {sorted(data)}, but may have image, video and audio")
     files: list[File] = [ImageFile(content_of(image)) for image in _as_list(data.get("image"))]
     files += [video_of(video) for video in _as_list(data.get("video"))]
+    files += [sound_of(sound) for sound in _as_list(data.get("audio"))]
     return OfflinePrompt(given["prompt"] if "prompt" in given else given["prompt_token_ids"], files)
 
 
 class OfflineMedia:
-    """Prepares prompts for the model in `folder`, whose vision tower has `limits`, or None if it has none."""
+    """Prepares prompts for the model in `folder`, whose tower has `limits`, or None if it has none."""
 
     def __init__(self, folder: str, limits: MediaLimits | None, tokenizer: Tokenizer) -> None:
         self._folder = folder
@@ -92,6 +93,14 @@ def video_of(given: Any, fps: float | None = None) -> VideoFile:
         return VideoFile(tuple(content_of(frame) for frame in given), fps)
     content = content_of(given, ("video", "image"))
     return VideoFile(content if isinstance(content, bytes) else (content,), fps)
+
+
+def sound_of(given: Any) -> SoundFile:
+    """Returns a file of sound. Raises `InvalidRequest`."""
+    content = content_of(given, SOUND_KINDS)
+    if not isinstance(content, bytes):
+        raise InvalidRequest("a sound is a picture, but must be bytes, a path or a data: URL")
+    return SoundFile(content)
 
 
 def content_of(given: Any, kinds: tuple[str, ...] = ("image",)) -> Any:

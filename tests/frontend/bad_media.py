@@ -136,7 +136,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "empty url": ([image_part("")], "names no file"),
     "too many bytes": ([image_part(data_url(b"x" * 120_000))], "more than 100000 bytes of pictures, videos and sounds"),
     "too many bytes in all": ([image_part(data_url(b"\x89PNG" * 9000))] * 3, "more than 100000 bytes|no picture"),
-    "too many images": ([image_part(GOOD)] * 9, "has 9 images and videos, but may have 8"),
+    "too many images": ([image_part(GOOD)] * 9, "has 9 media, but may have 8"),
     "too long": ([image_part(data_url(picture(1, 201)))], "at most 200 times"),
     "broken exif": ([image_part(data_url(b"\xff\xd8\xff\xe1\x00\x10Exif\x00\x00junkjunk", "image/jpeg"))], "."),
     "mp4": ([video_part(data_url(b"\x00\x00\x00\x18ftypmp42" + bytes(64), "video/mp4"))], "can't be decoded|PyAV"),

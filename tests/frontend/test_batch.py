@@ -34,10 +34,11 @@ from jaxsgl.frontend.batches import (
     requests_of,
     run,
 )
+from jaxsgl.frontend.http.forms import boundary_of
 from jaxsgl.frontend.http.in_process import InProcess
 from jaxsgl.frontend.http.openai import batches as of_server
 from jaxsgl.frontend.http.openai import routes
-from jaxsgl.frontend.http.openai.batches import boundary_of, read_form
+from jaxsgl.frontend.http.openai.batches import read_upload
 from jaxsgl.offline import run_batch
 from tests.grids import count as number_of
 
@@ -391,12 +392,12 @@ def test_a_form_is_read_whatever_its_file_holds(tmp_path: Path) -> None:
         + b"\r\n--xyz--\r\n"
     )
     boundary = boundary_of('multipart/form-data; boundary="xyz"')
-    form = read_form(tmp_path / "body", boundary, tmp_path / "content")
+    form = read_upload(tmp_path / "body", boundary, tmp_path / "content")
     assert (form.fields, form.filename) == ({"purpose": "batch"}, ".._a.jsonl")
     assert (tmp_path / "content").read_bytes() == content
     (tmp_path / "cut").write_bytes((tmp_path / "body").read_bytes()[:-30])
     with pytest.raises(InvalidRequest, match="cut"):
-        read_form(tmp_path / "cut", boundary, tmp_path / "content")
+        read_upload(tmp_path / "cut", boundary, tmp_path / "content")
     with pytest.raises(InvalidRequest, match="no form"):
         boundary_of("application/json")
 

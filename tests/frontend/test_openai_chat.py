@@ -313,7 +313,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "must be a text, or a list of parts"),
         ({"messages": ["hello"]}, "messages.0", "valid dictionary"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model takes text alone"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, None, "content[0] is of type audio"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, None, "content[0] names no file"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, "content[0] is of type text without a"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
         ({"prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs come with whole answers: leave stream out"),

@@ -17,7 +17,7 @@ from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, pack
 from jaxsgl.engine.encoding import patches_of_call
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import abstract_model, arch_from_folder
-from jaxsgl.preprocess.settings import load_settings
+from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.requests.media import SoundShape
 from jaxsgl.weights import load_params
 from tests.plain_model import mesh_of

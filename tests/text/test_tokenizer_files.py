@@ -16,8 +16,11 @@ import tiktoken
 from packaging.version import Version
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
+from jaxsgl.preprocess.sources import SoundSource
 from jaxsgl.text.dialects import dialect_of
+from jaxsgl.text.hearing import transcript_prompt
 from jaxsgl.text.kimi_tokenizer import WORDS
+from jaxsgl.text.prompts import TextPrompt
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import CHAT_TEMPLATE, TEXT, byte_level, save
 
@@ -138,13 +141,15 @@ def test_kimi_takes_grammars_with_a_tokenizer_json_and_says_what_is_missing_with
         load_tokenizer(str(tmp_path))
 
 
-def tekken_folder(folder: Path) -> str:
+def tekken_folder(folder: Path, *names: str) -> str:
     tokens = [*BYTES, b"he", b"ll", b"hell", b"hello"]
     vocab = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(tokens)]
     special = [
-        {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(["<unk>", "<s>", "</s>"])
+        {"rank": rank, "token_str": name, "is_control": True}
+        for rank, name in enumerate(["<unk>", "<s>", "</s>", *names])
     ]
-    config = {"pattern": r"\p{L}+|\p{N}|\s+", "default_vocab_size": 263, "default_num_special_tokens": 3}
+    config = {"pattern": r"\p{L}+|\p{N}|\s+", "default_vocab_size": 260 + len(special)}
+    config["default_num_special_tokens"] = len(special)
     written = {"config": {**config, "version": "v7"}, "vocab": vocab, "special_tokens": special}
     (folder / "tekken.json").write_text(json.dumps(written))
     (folder / "config.json").write_text(json.dumps({"model_type": "mistral"}))
@@ -160,6 +165,49 @@ def test_tekken_json_alone_is_a_tokenizer_whose_texts_begin_with_the_start_token
     ids = tokenizer.encode("hello ab")
     assert ids == [1, 3 + 259, 3 + ord(" "), 3 + ord("a"), 3 + ord("b")]
     assert tokenizer.decode(ids) == "hello ab"
+
+
+VOXTRALS = (
+    "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(
+    Version(metadata.version("transformers")) < Version("5.23"),
+    reason="only newer transformers read a tekken.json alone",
+)
+def test_voxtrals_tekken_json_alone_has_mistrals_chat_format(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tekken_folder(tmp_path, *VOXTRALS))
+    heard = [{"type": "audio", "audio": ""}, {"type": "audio", "audio": ""}, {"type": "text", "text": "hello"}]
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "123456789"},
+        {"role": "assistant", "content": "cd"},
+        {"role": "user", "content": heard},
+    ]
+    text = tokenizer.render_chat(turns, TemplateOptions(tools=[TOOL]))
+    assert text == (
+        "<s>[SYSTEM_PROMPT]ab[/SYSTEM_PROMPT][INST]hello[/INST]"
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}]</s>'
+        '[TOOL_RESULTS]{"content": "2", "call_id": "123456789"}[/TOOL_RESULTS]cd</s>'
+        '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "f", "description": "d"}}][/AVAILABLE_TOOLS]'
+        "[INST][BEGIN_AUDIO][AUDIO][BEGIN_AUDIO][AUDIO]hello[/INST]"
+    )
+    special = {name: rank for rank, name in enumerate(["<unk>", "<s>", "</s>", *VOXTRALS])}
+    ids = tokenizer.encode_rendered(text)
+    assert ids[:2] == [special["<s>"], special["[SYSTEM_PROMPT]"]]
+    assert ids[-6:-2] == [special[name] for name in ("[BEGIN_AUDIO]", "[AUDIO]") * 2]
+    assert dialect_of(tokenizer.chat_template).calls is not None
+    sound = SoundSource(b"")
+    prompt = transcript_prompt(tokenizer, sound, "en", "")
+    assert isinstance(prompt, TextPrompt) and prompt.media == (sound,) and not prompt.add_special_tokens
+    spelled = [special["<s>"], *(special[name] for name in ("[INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[/INST]"))]
+    told = [*tokenizer.encode("lang", False), *tokenizer.encode(":", False), *tokenizer.encode("en", False)]
+    assert tokenizer.encode(prompt.text, False) == [*spelled, *told, special["[TRANSCRIBE]"]]
 
 
 def test_a_transformers_that_gives_other_tokens_of_tekken_json_is_refused(

@@ -304,7 +304,6 @@ _TENSORS = "prompts are texts and token ids"
 # Fields of other servers that are never taken, and why.
 NEVER_TAKEN = {
     "audio": "answers are text",
-    "audio_data": "prompts hold text, pictures and videos",
     "custom_logit_processor": _CODE,
     "input_embeds": _TENSORS,
     "logits_processors": _CODE,

@@ -1,9 +1,9 @@
-"""From the pictures and videos of a prompt to what the engine gets: fetches on the event loop, decodes in threads.
+"""From the media of a prompt to what the engine gets: fetches on the event loop, decodes in threads.
 
 Owns the threads that decode, and how many there are: a place in them ends with its work, not with the call that wanted
 it, so that clients who leave make room for no more work than those who wait. Requests with URLs take turns, which last
 until their files are decoded: that bounds the memory of all. Never knows a protocol or the engine: generation.py calls
-it for prompts with media, if the model has a vision tower.
+it for prompts with media, if the model has a tower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ from jaxsgl.frontend.media.fetch import Fetcher
 from jaxsgl.preprocess.decoding import MAX_DECODING, CpuBudget, Decoder
 from jaxsgl.preprocess.placeholders import Visual, expand, expand_placeholders, tokens_of, write_placeholders
 from jaxsgl.preprocess.settings import ProcessorSettings
-from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
+from jaxsgl.preprocess.sources import (
+    IMAGE_KINDS,
+    SOUND_KINDS,
+    VIDEO_KINDS,
+    Budget,
+    SoundSource,
+    Source,
+    VideoSource,
+    check_taken,
+    files_of,
+    is_remote,
+)
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.sandbox import Sandbox
 from jaxsgl.text.prompts import IdsPrompt, Prompt
@@ -129,9 +140,10 @@ class MediaLoader:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     async def _visuals(self, sources: Sequence[Source], budget: Budget, cpu: CpuBudget) -> list[Visual]:
+        check_taken(sources, self.settings.sound is not None, self.settings.what)
         if len(sources) > self.limits.max_items:
             raise InvalidRequest(
-                f"the request has {len(sources)} images and videos, but may have {self.limits.max_items}: send fewer"
+                f"the request has {len(sources)} media, but may have {self.limits.max_items}: send fewer"
             )
         urls = self._urls(sources)
         async with self._turn(bool(urls)):
@@ -171,9 +183,10 @@ class MediaLoader:
         for source in sources:
             is_file = isinstance(source, VideoSource) and not isinstance(source.named, tuple)
             named = source.named if isinstance(source.named, tuple) else (source.named,)
+            of_source = VIDEO_KINDS if is_file else SOUND_KINDS if isinstance(source, SoundSource) else IMAGE_KINDS
             for url in named:
                 if isinstance(url, str) and is_remote(url):
-                    kinds[url] = VIDEO_KINDS if is_file else IMAGE_KINDS
+                    kinds[url] = of_source
         if len(kinds) > self.limits.max_items:
             raise InvalidRequest(f"the request has {len(kinds)} URLs, but may have {self.limits.max_items}: send fewer")
         for number, url in enumerate(kinds):

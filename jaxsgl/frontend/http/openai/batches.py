@@ -2,21 +2,18 @@
 
 A batch runs in this process, through the same endpoints as its clients' other requests, and is taken up again when the
 server starts anew; frontend/batches.py runs it, and keeps files and states. Files come as forms, of which parts are
-read as they arrive (`read_form`). app.py includes the router.
+read as they arrive (`read_upload`). app.py includes the router.
 """
 
 from __future__ import annotations
 
 import asyncio
-import email.parser
 import logging
 import mmap
 import os
-import re
 import time
-from email.message import Message
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -28,6 +25,7 @@ from jaxsgl.frontend.access import Caller, current_tenant, enter
 from jaxsgl.frontend.batches import OPEN_STATES, BatchStore, Results, check_file, requests_of, run
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import Body, StrictJson
+from jaxsgl.frontend.http.forms import Form, boundary_of, read_form
 from jaxsgl.frontend.http.in_process import InProcess
 
 MAX_FILE_BYTES = 200 << 20  # as OpenAI's
@@ -198,7 +196,7 @@ def _add_files(api: APIRouter, store: BatchStore) -> None:
             with body.open("wb") as out:
                 async for part in http.stream():
                     out.write(part)
-            form = await asyncio.get_running_loop().run_in_executor(None, read_form, body, boundary, content)
+            form = await asyncio.get_running_loop().run_in_executor(None, read_upload, body, boundary, content)
             if form.fields.get("purpose") != "batch":
                 raise InvalidRequest(f"purpose is {form.fields.get('purpose')!r}, but must be batch")
             return store.add_file(content, form.filename, "batch", current_tenant())
@@ -300,56 +298,18 @@ def _add_batches(api: APIRouter, store: BatchStore, batches: Batches) -> None:
         return batches.shown(batch)
 
 
-MAX_FIELD_BYTES = 4096
-MAX_PARTS = 32
 CHUNK_BYTES = 1 << 20
 
 
-class Form(NamedTuple):
-    """A form: its fields, and the name of its file as the client calls it."""
-
-    fields: dict[str, str]
-    filename: str
-
-
-def boundary_of(content_type: str) -> bytes:
-    """What separates the parts of a form, by its header. Raises `InvalidRequest`."""
-    header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_boundary()
-    if header.get_content_type() != "multipart/form-data" or not boundary:
-        raise InvalidRequest("the body is no form: send multipart/form-data with the fields purpose and file")
-    return boundary.encode("latin-1", "replace")
-
-
-def read_form(body: Path, boundary: bytes, content: Path) -> Form:
+def read_upload(body: Path, boundary: bytes, content: Path) -> Form:
     """Returns the form in `body`, and writes its field `file` to `content`. Raises `InvalidRequest`."""
-    fields: dict[str, str] = {}
-    filename: str | None = None
     if not body.stat().st_size:
         raise InvalidRequest("the form is empty: send the fields purpose and file")
     with body.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        mark = b"--" + boundary
-        start = data.find(mark)
-        for _ in range(MAX_PARTS):
-            start = start + len(mark)
-            if start < len(mark) or data[start : start + 2] == b"--":
-                break
-            blank, end = data.find(b"\r\n\r\n", start), data.find(b"\r\n" + mark, start)
-            if blank < 0 or end < 0 or blank > end:
-                raise InvalidRequest("the form is cut: its last boundary is missing")
-            head = email.parser.BytesHeaderParser().parsebytes(data[start + 2 : min(blank, start + MAX_FIELD_BYTES)])
-            first, name = min(blank + 4, end), str(head.get_param("name", "", "content-disposition"))
-            if name == "file":
-                filename = re.sub(r"[^ -~]|[/\\]", "_", str(head.get_filename() or "file"))[:200]
-                with content.open("wb") as out:
-                    for at in range(first, end, CHUNK_BYTES):
-                        out.write(data[at : min(at + CHUNK_BYTES, end)])
-                    out.flush()
-                    os.fsync(out.fileno())  # here, on a thread; `add_file` then has little to wait for
-            else:
-                fields[name] = data[first : min(end, first + MAX_FIELD_BYTES)].decode(errors="replace")
-            start = end + 2
-    if filename is None:
-        raise InvalidRequest("the form has no field file: send the file under this name")
-    return Form(fields, filename)
+        form = read_form(data, boundary)
+        with content.open("wb") as out:
+            for at in range(form.start, form.stop, CHUNK_BYTES):
+                out.write(data[at : min(at + CHUNK_BYTES, form.stop)])
+            out.flush()
+            os.fsync(out.fileno())  # here, on a thread; `add_file` then has little to wait for
+    return form

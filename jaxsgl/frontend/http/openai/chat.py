@@ -1,8 +1,8 @@
 """Answers /v1/chat/completions: messages in the model's chat template, and the assistant's next turn.
 
-Turns messages and their parts, pictures and videos among them, into what chat templates know, collects what is to be
-loaded, and refuses in clear words what they can't express. A `MessageWriter` makes the assistant's message of what a
-parser takes apart: it never knows how a model writes. routes.py calls `answer_chat`; /tokenize shares `chat_prompt`.
+Turns messages and their parts, media among them, into what chat templates know, collects what is to be loaded, and
+refuses in clear words what they can't express. A `MessageWriter` makes the assistant's message of what a parser takes
+apart: it never knows how a model writes. routes.py calls `answer_chat`; /tokenize shares `chat_prompt`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from jaxsgl.frontend.http.openai.tools import (
     tool_use,
 )
 from jaxsgl.frontend.legs import with_grammar
-from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
+from jaxsgl.preprocess.sources import ImageSource, SoundSource, Source, VideoSource
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.answer import PlainParser
 from jaxsgl.text.call_stream import Part
@@ -71,6 +71,7 @@ from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn
 _NOTHING = Delta()
 _IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "image"}  # type -> field that names the file
 _VIDEOS = {"video_url": "video_url", "input_video": "video_url", "video": "video"}
+_SOUNDS = {"audio_url": "audio_url", "audio": "audio"}
 _TEXTS = ("text", "input_text")
 
 
@@ -303,7 +304,7 @@ def _scores(request: Request, tokenizer: Tokenizer, piece: Piece, asked: AnswerO
 
 
 def content_of(index: int, content: str | list[ContentPart] | None, media: list[Source]) -> str | list[dict[str, Any]]:
-    """Returns the content of messages[index] for the template, and adds its pictures and videos to `media`.
+    """Returns the content of messages[index] for the template, and adds its pictures, videos and sounds to `media`.
 
     The texts of several parts are joined by line breaks, as in vLLM, unless there are pictures among them: then the
     template gets the parts. Raises `InvalidRequest` for a part of another kind.
@@ -329,10 +330,22 @@ def _part(name: str, part: ContentPart, media: list[Source]) -> dict[str, Any]:
     if part.type in _VIDEOS:
         media.append(_video(name, part))
         return {"type": "video"}
+    if part.type == "input_audio" or part.type in _SOUNDS:
+        media.append(_sound(name, part))
+        return {"type": "audio", "audio": ""}  # templates look for either
     raise InvalidRequest(
-        f'{name} is of type {part.type[:100]}, but must be text, image_url or video_url: send {{"type": "text", '
+        f"{name} is of type {part.type[:100]}, but must be text, image_url, video_url, input_audio or audio_url: send "
+        '{"type": "text", '
         '"text": ...} or {"type": "image_url", "image_url": {"url": ...}}'
     )
+
+
+def _sound(name: str, part: ContentPart) -> SoundSource:
+    if part.type != "input_audio":
+        return SoundSource(_url(name, getattr(part, _SOUNDS[part.type]), _SOUNDS[part.type]))
+    if part.input_audio is None or not part.input_audio.data:
+        raise InvalidRequest(f'{name} holds no sound: send "input_audio": {{"data": base64, "format": ...}}')
+    return SoundSource(f"data:;base64,{part.input_audio.data}")
 
 
 def _video(name: str, part: ContentPart) -> VideoSource:

@@ -6,9 +6,9 @@ Checks the model that a body names. chat.py and completions.py answer their endp
 from __future__ import annotations
 
 import time
-from typing import cast
+from typing import Annotated, cast
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
@@ -32,6 +32,7 @@ from jaxsgl.frontend.http.openai.ranking import (
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.responses import ResponseStore, answer_responses, count_input_tokens
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxsgl.frontend.http.openai.speech import Speech, answer_speech, speech_of
 from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.requests.request import check_token_ids
 from jaxsgl.text.prompts import Prompt, TextPrompt
@@ -79,10 +80,27 @@ def router(front_end: FrontEnd) -> APIRouter:
         store.delete(response_id)
         return json_response(encode({"id": response_id, "object": "response", "deleted": True}))
 
+    _add_speech(router, front_end)
     _add_pooling(router, front_end)
     _add_models(router, front_end)
     _add_tokenizer(router, front_end)
     return router
+
+
+def _add_speech(router: APIRouter, front_end: FrontEnd) -> None:
+    """Adds what answers with the words of a file of sound."""
+
+    @router.post("/v1/audio/transcriptions")
+    @while_connected
+    async def transcriptions(speech: Annotated[Speech, Depends(speech_of)]) -> Response:
+        """What is said in a file, which comes in a form: whole or streamed."""
+        return await answer_speech(front_end, speech, adapter_of(front_end, speech.body.model))
+
+    @router.post("/v1/audio/translations")
+    @while_connected
+    async def translations(speech: Annotated[Speech, Depends(speech_of)]) -> Response:
+        """What is said in a file, in English."""
+        return await answer_speech(front_end, speech, adapter_of(front_end, speech.body.model), translates=True)
 
 
 def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:

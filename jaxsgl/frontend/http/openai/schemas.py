@@ -177,18 +177,25 @@ class CompletionRequest(Sampled, AnswerOptions):
 
 
 class MediaUrl(Body):
-    """Where a picture or video is: a data: URL, or http(s) at a host that the server fetches from."""
+    """Where a picture, video or sound is: a data: URL, or http(s) at a host that the server fetches from."""
 
     url: str
     detail: Annotated[str, Field(description="has no effect: the model's processor decides")] | None = None
     fps: Annotated[float, Field(ge=0.001, le=1000, description="frames a second, of a list or to take")] | None = None
 
 
+class InputAudio(Body):
+    """A sound in base64; `format` names its kind, which its content tells, too."""
+
+    data: str
+    format: str | None = None
+
+
 Frames = Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
 
 
 class ContentPart(Body):
-    """One part of a message's content: a text, a picture or a video (docs/multimodal.md)."""
+    """One part of a message's content: a text, a picture, a video or a sound (docs/multimodal.md)."""
 
     type: str
     text: str | None = None
@@ -205,6 +212,9 @@ class ContentPart(Body):
         | None
     ) = None
     fps: Annotated[float, Field(ge=0.001, le=1000, description="as in video_url")] | None = None
+    input_audio: Annotated[InputAudio, one_error('must be {"data": base64, "format": ...}')] | None = None
+    audio_url: Annotated[MediaUrl | str, one_error('must be {"url": ...} or a URL')] | None = None
+    audio: Annotated[str, Field(description="as audio_url, under Qwen's name")] | None = None
 
 
 Content = Annotated[

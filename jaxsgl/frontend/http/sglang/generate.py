@@ -48,7 +48,7 @@ from jaxsgl.frontend.http.openai.logprobs import MIN_LOGPROB, name_of
 from jaxsgl.frontend.http.openai.replies import encode, experts_text, json_response
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.messages.replies import TokenLogprob
-from jaxsgl.preprocess.sources import ImageSource, Source, VideoSource
+from jaxsgl.preprocess.sources import ImageSource, SoundSource, Source, VideoSource
 from jaxsgl.requests.outputs import StatesSpec, TokenStates, hidden_states
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
@@ -147,15 +147,16 @@ def _prompts(body: GenerateBody) -> list[Prompt]:
 
 
 def _with_media(prompts: Sequence[Prompt], body: GenerateBody) -> list[Prompt]:
-    """Returns `prompts` with the pictures and videos of `body`. Raises `InvalidRequest`."""
-    if body.image_data is None and body.video_data is None:
+    """Returns `prompts` with the pictures, videos and sounds of `body`. Raises `InvalidRequest`."""
+    if body.image_data is None and body.video_data is None and body.audio_data is None:
         return list(prompts)
     several = len(prompts) > 1 or _is_batch(body)
     images = _of_prompts("image_data", body.image_data, len(prompts), several, _image)
     videos = _of_prompts("video_data", body.video_data, len(prompts), several, _video)
+    sounds = _of_prompts("audio_data", body.audio_data, len(prompts), several, _sound)
     return [
-        replace(prompt, media=(*of_images, *of_videos))
-        for prompt, of_images, of_videos in zip(prompts, images, videos, strict=True)
+        replace(prompt, media=(*of_images, *of_videos, *of_sounds))
+        for prompt, of_images, of_videos, of_sounds in zip(prompts, images, videos, sounds, strict=True)
     ]
 
 
@@ -194,6 +195,10 @@ def _image(name: str, file: str) -> ImageSource:
 
 def _video(name: str, file: str) -> VideoSource:
     return VideoSource(_url(file, "video/mp4"))
+
+
+def _sound(name: str, file: str) -> SoundSource:
+    return SoundSource(_url(file, "audio/wav"))
 
 
 def _url(file: str, media_type: str) -> str:

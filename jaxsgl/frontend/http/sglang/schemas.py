@@ -107,6 +107,7 @@ class GenerateBody(Body):
     sampling_params: SamplingOfPrompts | None = None
     image_data: Annotated[FilesOfPrompts, Field(description="pictures, each with a placeholder")] | None = None
     video_data: Annotated[FilesOfPrompts, Field(description="videos, likewise")] | None = None
+    audio_data: Annotated[FilesOfPrompts, Field(description="sounds, likewise")] | None = None
     rid: (
         Annotated[
             str | list[str],
