@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from vision_front_end import VisionFrontEnd, image_part, serving, vision_folder
 
 from jaxsgl.config.features import MediaConfig
-from jaxsgl.preprocess.settings import load_settings
+from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.preprocess.sounds import parts_of
 from jaxsgl.requests.media import MediaLimits, SoundShape
 from tests.preprocess.pictures import data_url, picture
