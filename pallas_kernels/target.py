@@ -11,6 +11,8 @@ import jax
 from jax.sharding import get_abstract_mesh
 
 CPUINFO = Path("/proc/cpuinfo")
+# Of GPUs that aren't there, of which JAX says the kind alone, by words of it.
+_COMPUTE_CAPABILITIES = {"A100": 8.0, "RTX 4090": 8.9, "H200": 9.0, "B200": 10.0, "RTX PRO 6000": 12.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class TargetDevice:
     num_cores: int
     """Streaming multiprocessors, or TensorCores."""
     compute_capability: float | None = None
-    """Such as 8.0 for an A100; None where the device isn't an NVIDIA GPU, or isn't there."""
+    """Such as 8.0 for an A100; None where the device isn't an NVIDIA GPU, or isn't there and isn't known."""
     is_here: bool = True
     """Whether it is the process's own, so that what is compiled will run."""
 
@@ -62,7 +64,9 @@ def target_device() -> TargetDevice:
     platform = getattr(abstract, "platform", None)
     if platform is None:  # JAX 0.11 has no such field
         platform = "tpu" if "TPU" in abstract.device_kind else "gpu"
-    return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1, is_here=False)
+    kind = abstract.device_kind
+    known = next((number for words, number in _COMPUTE_CAPABILITIES.items() if words in kind), None)
+    return TargetDevice(_family(platform), kind, abstract.num_cores or 1, known, is_here=False)
 
 
 def processor_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:

@@ -16,6 +16,7 @@ from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, pa
 from pallas_kernels.backend import refuse_nothing
 from pallas_kernels.dispatch import choose_backend
 from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS, ArgSpec, store_rotated
+from pallas_kernels.target import target_device
 
 PLAIN = SMALL_SPECS[0]
 EVERYTHING = {"reference": refuse_nothing, "xla": refuse_nothing, "triton": refuse_nothing}
@@ -109,6 +110,15 @@ class Gpu:
 def test_gpus_older_than_ampere_get_xla(gpu: Gpu, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     assert choose_backend("store_kv", "auto", EVERYTHING).name == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("NVIDIA A100-SXM4-80GB", False), ("NVIDIA GeForce RTX 4090", True), ("NVIDIA H200", True), ("NVIDIA B200", True)],
+)
+def test_gpus_that_are_not_there_have_the_instructions_of_their_generation(kind: str, expected: bool) -> None:
+    with on_a_device("cuda", kind):
+        assert target_device().converts_float8 is expected
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Instructions that attention kernels must contain, by backend: without them they would be slow.
 PADDING = 0.02  # of small arrays, to a TPU's tiles
 MOST_INPUT_BYTES = 1 << 20  # of a step's packed inputs
-MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
+MEANT = {"triton": (("mma", "wgmma", "tcgen05"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
 
 
 def compile_all(

@@ -43,8 +43,9 @@ ADVISORY = r"C75\d\d"
 # Instructions by name, as regular expressions for PTX.
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
     "mma": r"\bmma\.sync",
-    "float8": r"\bw?gmma\S*\.e4m3\.e4m3\b|\bmma\.sync\S*\.e4m3\.e4m3\b",
+    "float8": r"\bw?gmma\S*\.e4m3\.e4m3\b|\bmma\.sync\S*\.e4m3\.e4m3\b|\btcgen05\.mma\S*f8f6f4",
     "bulk": r"\bcp\.async\.bulk",
     "cp.async": r"\bcp\.async\.c[ag]",
     "vector load": r"\bld\.global[.\w:]*\.v4",

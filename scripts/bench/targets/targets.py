@@ -95,6 +95,9 @@ TARGETS = {
     for target in (
         Target("h200", "cuda", "cuda13", 132, 141 * 10**9, ("triton", "mosaic_gpu"), multiplies_float8=True),
         Target("a100", "cuda", "cuda13", 108, 80 * 10**9, ("triton",)),
+        Target("b200", "cuda", "cuda13", 148, 191 * 10**9, ("triton",), multiplies_float8=True),
+        Target("rtx4090", "cuda", "cuda13", 128, 25 * 10**9, ("triton",)),
+        Target("rtxpro6000", "cuda", "cuda13", 188, 103 * 10**9, ("triton",)),
         Target("v5e", "tpu", "tpu", 1, 16 * 2**30, ("mosaic_tpu",)),
         Target("v6e", "tpu", "tpu", 1, 32 * 2**30, ("mosaic_tpu",)),
     )
