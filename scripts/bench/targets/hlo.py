@@ -34,7 +34,7 @@ OUTPUTS_OF_WORDS = 16  # `pallas_kernels.fragments.OUTPUTS`, which needs JAX
 KERNELS = {
     "attention": r"\b(paged_\w*attention|attend_to_chosen)/",
     "merge": r"\bmerge_(splits|latents)/",
-    "states": r"\bdelta_(step|decode|run)/",
+    "states": r"\bdelta_(step|decode|run|scan)/",
     "experts": r"\b(grouped|gated|grouped_scaled)_product\b",
     "float8 experts": r"\bgrouped_float8_product\b",
     "packed experts": r"\b(grouped|gated)_packed_product\b",
