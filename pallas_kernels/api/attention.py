@@ -177,8 +177,8 @@ def paged_extend_attention(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
             f"and lengths has S = {kv.num_seqs}"
         )
-    if biases is not None and (options.chunk is not None or biases.ndim != 2 or biases.shape[0] != q.shape[1]):
-        raise ValueError(f"biases is {biases.shape}; it must be [N, 2 B + 1] with the N of q {q.shape}, without chunks")
+    if biases is not None:
+        _check_biases(biases, q, options)
     if seen is not None and options.chunk is not None:
         raise ValueError(f"options.chunk is {options.chunk}; it must be None where queries see ahead")
     query_offsets, kv, options = split_at_chunks(query_offsets, len(q), kv, options.for_heads(q.shape[2]))
@@ -239,6 +239,16 @@ def _fitting(backend: Backend, kernel: Kernel[Any] | None, kv: PagedKv) -> Kerne
         return kernel
     run, refuse, width = kernel.run, kernel.refuse, kv.head_dim
     return Kernel(lambda q, *rest: run(widened(q, width), *rest), lambda q, *rest: refuse(widened(q, width), *rest))
+
+
+def _check_biases(biases: jax.Array, q: jax.Array, options: AttentionOptions) -> None:
+    """Kernels look biases up by distance, without a look at the array's end."""
+    is_right = biases.ndim == 2 and biases.shape[0] == q.shape[1] and biases.shape[1] % 2 == 1
+    if not is_right or biases.dtype != jnp.float32 or options.chunk is not None:
+        raise ValueError(
+            f"biases is {biases.shape} {biases.dtype}; it must be [N, 2 B + 1] float32 with the N of q {q.shape}, "
+            "without chunks"
+        )
 
 
 def _scale_queries(q: jax.Array, kv: PagedKv) -> jax.Array:

@@ -399,6 +399,18 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, const char* way) {
           {XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, std::vector<char>(4 * queries * head_dim)}};
   if (Below(random, 2))  // sinks
     call.arguments.push_back(MakeArray(XLA_FFI_DataType_F32, {num_kv_heads * group}, Floats(random, num_kv_heads * group)));
+  if (!is_decode && Below(random, 2)) {  // what queries see: now and then all of their sequence
+    std::vector<int> seen(tokens);
+    for (int s = 0; s < num_seqs; ++s)
+      for (int i = offsets[s], position = lengths[s] - (offsets[s + 1] - i); i < offsets[s + 1]; ++i, ++position)
+        seen[i] = std::max(i > offsets[s] ? seen[i - 1] : 0, Below(random, 4) ? position + 1 : lengths[s]);
+    call.arguments.push_back(MakeArray(XLA_FFI_DataType_S32, {tokens}, seen));
+  }
+  if (!is_decode && Below(random, 2)) {  // biases by distance
+    const int64_t distances = 2 * OneOf(random, {0, 1, 7, 128}) + 1;
+    const int64_t biases = num_kv_heads * group * distances;
+    call.arguments.push_back(MakeArray(XLA_FFI_DataType_F32, {num_kv_heads * group, distances}, Floats(random, biases)));
+  }
   return call;
 }
 

@@ -6,12 +6,13 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention, tuning
+from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, paged_extend_attention, tuning
 from pallas_kernels.specs import SMALL_SPECS, ArgSpec
 from tests.grids import count, daily
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, dense_attention
@@ -114,6 +115,26 @@ def test_scores_have_biases_by_the_distance_of_the_key(name: str, is_ahead: bool
     biases = np.random.default_rng(1).normal(size=(case.q.shape[1], 9)).astype(np.float32)
     found = compiled(paged_extend_attention, case.spec, backend)(*case.extend_args(), seen=seen, biases=biases)
     assert_close(found, biased_dense(case, biases, seen), case.spec.dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options"),
+    [
+        (np.zeros((4, 8), np.float32), AttentionOptions()),
+        (np.zeros((3, 9), np.float32), AttentionOptions()),
+        (np.zeros((4, 9), np.float16), AttentionOptions()),
+        (np.zeros((4, 9), np.float32), AttentionOptions(chunk=16)),
+    ],
+)
+def test_biases_that_are_not_float32_of_each_head_and_an_odd_number_of_distances_are_refused(
+    wrong: np.ndarray, options: AttentionOptions
+) -> None:
+    pages = jnp.zeros((2, 2, 16, 16))
+    kv = PagedKv(pages, pages, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match=r"biases is .* it must be .* float32 with the N of q"):
+        paged_extend_attention(
+            jnp.zeros((1, 4, 16)), jnp.array([0, 1], jnp.int32), kv, options, biases=jnp.asarray(wrong)
+        )
 
 
 def test_queries_that_see_up_to_themselves_give_causal_attention() -> None:
