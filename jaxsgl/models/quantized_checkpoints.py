@@ -37,6 +37,8 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("self_attn.qkv_proj",),
         ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        ("attention.query_key_value",),
     ),
     "q": (("self_attn.q_proj",),),
     "q_a": (("self_attn.q_a_proj",), ("attn.wq_a",)),
@@ -47,7 +49,13 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv_b": (("self_attn.kv_b_proj",),),
     "index_q": (("self_attn.indexer.wq_b",),),
     "index_k": (("self_attn.indexer.wk",),),
-    "o": (("self_attn.o_proj",), ("self_attn.out_proj",), ("mixer.o_proj",)),
+    "o": (
+        ("self_attn.o_proj",),
+        ("self_attn.out_proj",),
+        ("mixer.o_proj",),
+        ("attn.attention.out_proj",),
+        ("attention.dense",),
+    ),
     "state_inputs": (
         ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
         ("linear_attn.in_proj_qkvz",),
@@ -70,8 +78,9 @@ _MODULES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mlp.gate_up_proj",),
         ("mixer.up_proj",),
         ("feed_forward.w1", "feed_forward.w3"),
+        ("mlp.c_fc_0", "mlp.c_fc_1"),
     ),
-    "down": (("mlp.down_proj",), ("mixer.down_proj",), ("feed_forward.w2",)),
+    "down": (("mlp.down_proj",), ("mixer.down_proj",), ("feed_forward.w2",), ("mlp.c_proj",)),
     "experts": (
         ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"),
         ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -154,7 +163,9 @@ def _with_method(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _whole_names(module: str) -> list[str]:
     """What the module of this name within the decoder, or of `NEXT_MODULE`, is called in the different kinds."""
-    return [module] if module.startswith(NEXT_MODULE) else [prefix + module for prefix in _PREFIXES]
+    if module.startswith(NEXT_MODULE):
+        return [module]
+    return [*(prefix + module for prefix in _PREFIXES), f"transformer.h.{module.removeprefix('layers.')}"]
 
 
 def _spellings(spec: LayerSpec, matrix: str) -> tuple[tuple[str, ...], ...]:

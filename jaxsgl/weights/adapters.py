@@ -25,6 +25,7 @@ from jaxsgl.models import DenseMlp, ModelArch
 from jaxsgl.models.layers import qkv_heads
 from jaxsgl.models.lora import MODULES, QKV, adaptable_modules, pool_arrays
 from jaxsgl.weights.pieces import fuse_heads
+from jaxsgl.weights.stored_names import adapters_name
 from jaxsgl.weights.tensor_files import FLOAT_DTYPES, MappedFile
 
 _NAME = re.compile(r"\^?[\w.-]+")
@@ -48,8 +49,9 @@ _WORDS = {
 # Ways to begin a training that change the base model's weights as well.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Those of a decoder that was adapted without its head begin with layers. Attention's gates are no MLP's.
+_BASE = "base_model.model."
 _TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?:language_model\.)?(?:model\.)?(?:language_model\.|decoder\.)?layers\.(\d+)\."
+    r"(?:language_model\.)?(?:model\.)?(?:language_model\.|decoder\.)?layers\.(\d+)\."
     r"(?:self_attn\.(?!gate_proj)|mlp\.|feed_forward\.|(?=fc[12]\.))(\w+)\.lora_(A|B)\.weight"
 )
 # Of Phi, OPT and StarCoder 2, which have no gates.
@@ -158,7 +160,7 @@ class AdapterFolder:
 
     def _scale(self, name: str, rank: int) -> float:
         """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732); names match as in PEFT."""
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        module = name.removeprefix(_BASE).removesuffix(".lora_A.weight")
         found = (alpha for name, alpha in self._alphas.items() if _names(name, module))
         alpha = next(found, self._alpha)
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
@@ -167,7 +169,7 @@ class AdapterFolder:
         """The names of A and B, by layer and module, fused ones as the checkpoint calls them; all are checked."""
         pairs: dict[tuple[int, str], dict[str, str]] = {}
         for name in self._file.tensors:
-            match = _TENSOR.fullmatch(name)
+            match = _TENSOR.fullmatch(adapters_name(name.removeprefix(_BASE), self._arch))
             if match is None or int(match[1]) >= self._arch.num_layers:
                 elsewhere = f"belongs to no layer of {self._arch.name} that an adapter may change{self._base()}"
                 raise CheckpointError(f"{self.folder}: tensor {name} {_why_not(name) or elsewhere}")

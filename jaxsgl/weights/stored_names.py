@@ -158,12 +158,18 @@ _BAILING = (
     (r"\.attention\.query_layernorm\.", ".self_attn.q_norm."),
     (r"\.attention\.key_layernorm\.", ".self_attn.k_norm."),
     (r"\.gate\.expert_bias$", ".gate.e_score_correction_bias"),
+    (r"^(model\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),  # of a draft head
 )
 # By a part of names that shows them.
 _WORDS_BY_PATTERNS = {
     ".attn.wq_a.": _DEEPSEEK_V4,
     ".mlp.c_fc_0.": _EXAONE,
     "model.word_embeddings.": _BAILING,
+}
+# Of adapters, whose names alone may show nothing.
+_WORDS_OF_ADAPTERS = {
+    "ExaoneForCausalLM": _EXAONE,
+    **dict.fromkeys(("BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"), _BAILING),
 }
 
 _HEADS = ("lm_head.", "score.")
@@ -232,6 +238,11 @@ def _by_patterns(name: str, words: Iterable[tuple[str, str]]) -> str:
         for pattern, recipes in words:
             name = re.sub(pattern, recipes, name)
     return name
+
+
+def adapters_name(name: str, arch: ModelArch) -> str:
+    """What recipes call the part of the decoder `arch` that a tensor of an adapter changes."""
+    return _by_patterns(name, _WORDS_OF_ADAPTERS.get(arch.name, ()))
 
 
 def _of_decoder(stored: list[str]) -> dict[str, str]:

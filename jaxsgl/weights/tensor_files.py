@@ -353,6 +353,7 @@ _PREDICT_MORE = (
     "Glm4MoeLiteForCausalLM",
     "HYV3ForCausalLM",
     "Kimi_K25ForConditionalGeneration",
+    "BailingMoeV2ForCausalLM",
 )
 
 _OF_LAST_STAGE = ("model.norm.", "model.final_layernorm.", "lm_head.")  # with a bias or scales, where there are some
