@@ -16,6 +16,7 @@ ZEROS = 24  # of the sinc, on either side
 CUT = 0.945  # the highest frequency that passes, as a part of the lower rate's half
 _SHAPE = 10.0  # of Kaiser's window: what is folded back is 100 dB lower
 MOST_PHASES = 640  # outputs with places of their own: of rates as 11,025
+MOST_WEIGHTS = 1 << 19  # of the matrix: bounds its memory, and the time that an output takes
 _AT_ONCE = 1 << 14  # outputs
 
 
@@ -23,21 +24,23 @@ class Resampler:
     """Makes samples at the rate `to` of those at `rate`; any if `is_possible`."""
 
     def __init__(self, rate: int, to: int) -> None:
-        divisor = math.gcd(rate, to)
-        self._up, self._down = to // divisor, rate // divisor
+        self._up, self._down = _ratio(rate, to)
         cut = CUT * min(1.0, to / rate)
-        self._half = math.ceil(ZEROS / cut)
-        places = np.arange(self._up) * self._down / self._up
-        far = places - (np.arange(self._down + 2 * self._half + 1)[:, None] - self._half)
-        window = np.i0(_SHAPE * np.sqrt(np.maximum(1 - (far / (self._half + 1)) ** 2, 0))) / np.i0(_SHAPE)
-        self._matrix = np.where(np.abs(far) <= self._half, cut * np.sinc(cut * far) * window, 0).astype(np.float32)
+        self._half = _half(rate, to)
+        inputs = np.arange(-self._half, self._down + self._half + 1)
+        self._matrix = np.empty((len(inputs), self._up), np.float32)
+        for number in range(self._up):  # one by one, for what they take meanwhile
+            far = number * self._down / self._up - inputs
+            window = np.i0(_SHAPE * np.sqrt(np.maximum(1 - (far / (self._half + 1)) ** 2, 0))) / np.i0(_SHAPE)
+            self._matrix[:, number] = np.where(np.abs(far) <= self._half, cut * np.sinc(cut * far) * window, 0)
         self._buffer = np.zeros(self._half, np.float32)
         self._num_in = self._num_out = 0
 
     @staticmethod
     def is_possible(rate: int, to: int) -> bool:
         """Whether the rates have a ratio of small numbers."""
-        return to // math.gcd(rate, to) <= MOST_PHASES
+        up, down = _ratio(rate, to)
+        return up <= MOST_PHASES and up * (down + 2 * _half(rate, to) + 1) <= MOST_WEIGHTS
 
     def add(self, samples: Samples) -> Samples:
         """Returns what follows from the samples `[n]` that come next."""
@@ -65,3 +68,14 @@ class Resampler:
         out = np.concatenate([np.zeros(0, np.float32), *made])
         self._num_out += len(out)
         return out
+
+
+def _ratio(rate: int, to: int) -> tuple[int, int]:
+    """Outputs for so many inputs, in the smallest numbers."""
+    divisor = math.gcd(rate, to)
+    return to // divisor, rate // divisor
+
+
+def _half(rate: int, to: int) -> int:
+    """Inputs on either side of an output that it is made of."""
+    return math.ceil(ZEROS / (CUT * min(1.0, to / rate)))

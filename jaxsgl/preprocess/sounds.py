@@ -8,8 +8,9 @@ is read. Never knows prompts; `loading.py` calls it.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ CODECS = ("aac", "alac", "flac", "mp3", "opus", "vorbis")
 RATES = (4000, 192_000)  # samples a second that a file may have
 MAX_CHANNELS = 8
 WORKING_BYTES = 24 << 20  # of a sound, besides its frames
+LOUDEST = 65536.0  # a sample, either way: 1 is full scale, but some programs write floats as large as integers
+_AT_ONCE = 1 << 14  # samples: frames of coded files are short, and each step has a price of its own
 _DECODERS = {"mp3float": "mp3", "libopus": "opus", "libvorbis": "vorbis"}  # PyAV's names for codecs
 _MOST = {"u8": 128.0, "s16": 32768.0, "s32": 2147483648.0, "flt": 1.0, "dbl": 1.0}  # of a sample, by PyAV's name
 
@@ -79,14 +82,24 @@ def _samples(content: bytes, name: str) -> Iterator[Samples]:
             f"{RATE}, as 8000, 44100 and 48000: convert it"
         )
     resampler = Resampler(rate, RATE)
-    for block in blocks:
-        if block.shape[1] > MAX_CHANNELS:
-            raise InvalidRequest(f"{name} has {block.shape[1]} channels, but may have {MAX_CHANNELS}: convert it")
-        mono = block.mean(axis=1, dtype=np.float32)
-        if not np.isfinite(mono).all():
-            raise InvalidRequest(f"{name} has samples that are no finite numbers: convert it")
+    for mono in _gathered(blocks, name):
         yield resampler.add(mono)
     yield resampler.finish()
+
+
+def _gathered(blocks: Iterable[Samples], name: str) -> Iterator[Samples]:
+    """Yields means of all channels, many at once, which are numbers that nothing after them makes infinite."""
+    held: list[Samples] = []
+    for block in chain(blocks, (None,)):
+        if block is not None:
+            if block.shape[1] > MAX_CHANNELS:
+                raise InvalidRequest(f"{name} has {block.shape[1]} channels, but may have {MAX_CHANNELS}: convert it")
+            if not (np.abs(block) <= LOUDEST).all():
+                raise InvalidRequest(f"{name} has samples that are no finite numbers or beyond {LOUDEST:g}: convert it")
+            held.append(block.mean(axis=1, dtype=np.float32))
+        if sum(map(len, held)) >= (_AT_ONCE if block is not None else 1):
+            yield np.concatenate(held)
+            held.clear()
 
 
 class _Decoded:

@@ -21,6 +21,7 @@ _TYPES = {
     (_FLOATS, 32): "<f4",
     (_FLOATS, 64): "<f8",
 }
+_UNTOLD = 0xFFFFFFFF
 _AT_ONCE = 1 << 16  # samples of all channels
 MOST_CHUNKS = 1000  # before the samples
 
@@ -50,8 +51,10 @@ class Wave:
             if kind == b"fmt " and size >= 16:
                 form = content[at : at + min(size, 40)]
             if kind == b"data":
-                # Programs that write to a pipe don't know the size.
-                self._data = at, min(at + size if size not in (0, 0xFFFFFFFF) else len(content), len(content))
+                # Programs that write to a pipe know neither this size nor that of the file.
+                is_whole = int.from_bytes(content[4:8], "little") == len(content) - 8
+                is_told = size != _UNTOLD and (size > 0 or is_whole)
+                self._data = at, min(at + size if is_told else len(content), len(content))
                 break
             at += size + size % 2
         if form is None or len(form) < 16 or self._data is None:
@@ -59,7 +62,12 @@ class Wave:
         tag, self.num_channels, self.rate, _, self._frame_bytes, self._bits = struct.unpack("<HHIIHH", form[:16])
         self._tag = int.from_bytes(form[24:26], "little") if tag == _EXTENSIBLE else tag
         is_known = (self._tag, self._bits) in _TYPES or (self._tag, self._bits) == (_INTEGERS, 24)
-        if not is_known or self.num_channels < 1 or self._frame_bytes != self.num_channels * self._bits // 8:
+        if is_known and (self.num_channels < 1 or self._frame_bytes != self.num_channels * self._bits // 8):
+            raise InvalidRequest(
+                f"{name} is a WAV file of {self.num_channels} channels of {self._bits} bits with {self._frame_bytes} "
+                "bytes for all, which disagree: is the file complete?"
+            )
+        if not is_known:
             raise InvalidRequest(
                 f"{name} is a WAV file of format {self._tag} with {self._bits} bits, but must have integers of 8, 16, "
                 "24 or 32 bits, or floats of 32 or 64: convert it"
@@ -83,6 +91,7 @@ class Wave:
             return (wide.reshape(-1).view("<i4") / np.float64(1 << 31)).astype(np.float32)
         numbers = np.frombuffer(raw, _TYPES[self._tag, self._bits])
         if self._tag == _FLOATS:
-            return numbers.astype(np.float32)
+            with np.errstate(over="ignore", invalid="ignore"):  # callers refuse what is infinite
+                return numbers.astype(np.float32)
         zero, most = (128, 128) if self._bits == 8 else (0, 1 << (self._bits - 1))
         return ((numbers - np.float64(zero)) / most).astype(np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import struct
+import tracemalloc
 import wave
 from typing import Any
 
@@ -126,6 +127,35 @@ def test_every_form_of_wav_has_the_same_samples() -> None:
         np.testing.assert_array_equal(frames_of(parts_of(content, ONE, 1000, "a"), 128), expected)
 
 
+def test_samples_whose_size_a_pipe_did_not_know_are_read_to_the_end_and_none_where_the_file_is_whole() -> None:
+    samples = noise(9000)
+    expected = parts_of(wav(samples), ONE, 1000, "a")
+    for size in (0, 0xFFFFFFFF):
+        piped = riff(1, 16, 1, samples.tobytes(), size=size)
+        assert parts_of(piped[:4] + struct.pack("<I", size) + piped[8:], ONE, 1000, "a") == expected
+    chunks = wav(noise(0))[8:] + b"LIST" + struct.pack("<I", 4000) + b"x" * 4000
+    with pytest.raises(InvalidRequest, match=r"has 0\.000 s of sound"):
+        parts_of(b"RIFF" + struct.pack("<I", len(chunks)) + chunks, ONE, 1000, "a")
+
+
+def test_the_loudest_samples_make_finite_frames_at_any_rate() -> None:
+    loud = np.random.default_rng(0).choice([-sounds.LOUDEST, sounds.LOUDEST], 8000).astype("<f4")
+    for rate in (8000, 44_100):
+        assert np.isfinite(frames_of(parts_of(riff(3, 32, 1, loud.tobytes(), rate), ONE, 1000, "a"), 128)).all()
+
+
+@pytest.mark.parametrize("rate", [11_025, 18_825, 191_900, 192_000])
+def test_a_sound_takes_no_more_memory_than_is_kept_for_it(rate: int) -> None:
+    """18,825 Hz needs more weights than any other rate that is taken."""
+    content = riff(1, 8, 8, np.random.default_rng(0).integers(0, 256, 8 * rate, np.uint8).tobytes(), rate)
+    tracemalloc.start()
+    try:
+        parts_of(content, ONE, 1000, "a")
+        assert tracemalloc.get_traced_memory()[1] < sounds.WORKING_BYTES
+    finally:
+        tracemalloc.stop()
+
+
 def tone(rate: int) -> Samples:
     at = np.arange(rate * 3 // 4) / rate
     return (0.3 * np.sin(2 * np.pi * 440 * at) + 0.2 * np.sin(2 * np.pi * 2900 * at)).astype(np.float32)
@@ -164,11 +194,15 @@ def test_other_files_are_heard_as_wav(kind: str, codec: str, rate: int) -> None:
         (b"\x89PNG\r\n\x1a\n" + b"x" * 100, "is no sound that can be read"),
         (b"RIFF\0\0\0\0WAVE", "without a format or samples: is the file complete"),
         (riff(7, 8, 1, b"x" * 800), "format 7 with 8 bits, but must have integers"),
-        (riff(1, 16, 0, b"x" * 800), "format 1 with 16 bits"),
+        (riff(1, 16, 0, b"x" * 800), "0 channels of 16 bits with 0 bytes for all, which disagree"),
         (riff(1, 16, 9, b"x" * 1800), "has 9 channels, but may have 8"),
         (riff(1, 16, 1, b"xx" * 800, rate=44_099), "has 44099 samples a second, but must have 4000 to 192000"),
         (riff(1, 16, 1, b"xx" * 800, rate=0), "has 0 samples a second"),
+        (riff(1, 16, 1, b"xx" * 800, rate=191_975), "in a ratio of small numbers to 16000"),
         (riff(3, 32, 1, np.full(800, np.inf, "<f4").tobytes()), "no finite numbers"),
+        (riff(3, 32, 2, np.full(800, np.nan, "<f4").tobytes()), "no finite numbers"),
+        (riff(3, 64, 1, np.full(800, 1e300).tobytes()), "no finite numbers or beyond 65536"),
+        (riff(3, 32, 1, np.full(16_000, 3e38, "<f4").tobytes(), rate=8000), "no finite numbers or beyond 65536"),
         (wav(noise(300)), r"has 0\.019 s of sound, but needs 0\.04 s"),
         (wav(noise(0)), r"has 0\.000 s of sound"),
         (wav(noise(16_001)), "is longer than 1 s, which is all that the model hears"),
