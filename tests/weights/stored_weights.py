@@ -397,8 +397,8 @@ OF_V4: dict[str, Any] = {
     "n_routed_experts": 8,
 }
 # Experts in FP4; what else is in FP8, which is all but gates, embedding, head and what makes entries of groups.
-_V4_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
-_V4_IN_FP8 = r"\.attn\.w(q_a|q_b|kv|o_a|o_b)\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
+V4_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
+V4_IN_FP8 = r"\.attn\.w(q_a|q_b|kv|o_a|o_b)\.weight$|\.indexer\.wq_b\.weight$|\.shared_experts\.w[123]\.weight$"
 
 
 def deepseek_v4_as_published(folder: Path, *, seed: int = 3, expert_dtype: str = "fp4", **sizes: Any) -> Path:
@@ -408,7 +408,7 @@ def deepseek_v4_as_published(folder: Path, *, seed: int = 3, expert_dtype: str =
     of_experts: Quantize = fp4_of_powers if expert_dtype == "fp4" else of_blocks
 
     def form_of(name: str) -> Quantize | None:
-        return of_experts if re.search(_V4_EXPERTS, name) else of_blocks if re.search(_V4_IN_FP8, name) else None
+        return of_experts if re.search(V4_EXPERTS, name) else of_blocks if re.search(V4_IN_FP8, name) else None
 
     config = {
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",

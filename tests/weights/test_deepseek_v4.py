@@ -20,9 +20,17 @@ from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.weights import as_stored, load_params
 from jaxsgl.weights.stored_names import as_in_recipes
 from pallas_kernels.packed import FLOAT8, MXFP4, MXFP4_FRAGMENTS
+from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
-from tests.weights.stored_weights import OF_V4, Tensors, deepseek_v4_as_published
+from tests.weights.stored_weights import (
+    OF_V4,
+    V4_EXPERTS,
+    V4_IN_FP8,
+    Tensors,
+    deepseek_v4_as_published,
+    quantize_folder,
+)
 from tests.weights.test_experts import kept_on_gpus, packings_of_experts
 
 TOKENS = list(range(3, 60))
@@ -142,6 +150,19 @@ def test_other_forms_of_published_folders_are_their_dequantized_weights(
     assert packings_of_experts(params) == {{"base models": FLOAT8, "experts widened": ""}.get(form, MXFP4)}
     expected = checkpoint_logits(folder / "meant", TOKENS) if form == "base models" else expected_logits
     assert off_by(plain_logits(arch, params, TOKENS), expected) < 1e-4
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="by night; by day other families have these formats")
+@pytest.mark.parametrize("name", ["awq", "gptq desc_act", "compressed-tensors int4", "modelopt nvfp4", "modelopt fp8"])
+def test_other_softwares_formats_are_their_dequantized_weights(name: str, tmp_path: Path) -> None:
+    plain = make_checkpoint("deepseek_v4", tmp_path / "plain", seed=3, **OF_V4)
+    folder = quantize_folder(plain, tmp_path / "stored", name, also=f"{V4_EXPERTS}|{V4_IN_FP8}")
+    logits, expected = (
+        plain_logits(arch, load_params(each, arch, FLOAT32, mesh_of()), TOKENS)
+        for each in (folder, folder / "meant")
+        for arch in [arch_from_folder(each)]
+    )
+    assert off_by(logits, expected) < 1e-3
 
 
 def test_experts_of_another_dtype_than_the_configuration_says_are_refused(published: Path, tmp_path: Path) -> None:
