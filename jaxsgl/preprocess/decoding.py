@@ -120,15 +120,15 @@ class Decoder:
             try:
                 return self._sandbox.call(request, limits)
             except SandboxKilled as crash:
-                logger.error("pictures or videos of a request were not decoded: %s", crash)
+                logger.error("media of a request were not decoded: %s", crash)
             except SandboxCrash as crash:
-                logger.error("pictures or videos of a request could not be decoded: %s", crash)
+                logger.error("media of a request could not be decoded: %s", crash)
                 raise InvalidRequest(
-                    "the pictures and videos of the request can't be decoded, for their decoder ended: are they "
+                    "the media of the request can't be decoded, for their decoder ended: are they "
                     "damaged? The server's log says more"
                 ) from None
         raise EngineUnavailable(
-            "the pictures and videos of the request could not be decoded, for the process that does it was killed or "
+            "the media of the request could not be decoded, for the process that does it was killed or "
             "does not start, perhaps for lack of memory: try again later"
         )
 
@@ -139,9 +139,7 @@ class Decoder:
             "memory": f"{config.media_max_decode_bytes} bytes of memory to decode (--media-max-decode-bytes)",
             "time": f"{time_s:g} s to decode and scale",
         }[limit.kind]
-        return InvalidRequest(
-            f"the pictures and videos of the request take more than {most}: send fewer, shorter or smaller ones"
-        )
+        return InvalidRequest(f"the media of the request take more than {most}: send fewer, shorter or smaller ones")
 
 
 def media_sandbox() -> Sandbox:

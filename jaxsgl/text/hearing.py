@@ -14,6 +14,29 @@ _LANGUAGES = {
     "ar": "Arabic", "de": "German", "en": _ENGLISH, "es": "Spanish", "fr": "French", "hi": "Hindi", "it": "Italian",
     "ja": "Japanese", "ko": "Korean", "nl": "Dutch", "pt": "Portuguese", "ru": "Russian", "zh": "Chinese",
 }  # fmt: skip
+_LETTERS = {name.lower(): letters for letters, name in _LANGUAGES.items()}
+# ISO 639-1, and Whisper's two of three letters: Cantonese and Hawaiian.
+_SPELLED = (
+    "aa ab ae af ak am an ar as av ay az ba be bg bh bi bm bn bo br bs ca ce ch co cr cs cu cv cy da de dv dz ee el en "
+    "eo es et eu fa ff fi fj fo fr fy ga gd gl gn gu gv ha he hi ho hr ht hu hy hz ia id ie ig ii ik io is it iu ja jv "
+    "jw ka kg ki kj kk kl km kn ko kr ks ku kv kw ky la lb lg li ln lo lt lu lv mg mh mi mk ml mn mr ms mt my na nb nd "
+    "ne ng nl nn no nr nv ny oc oj om or os pa pi pl ps pt qu rm rn ro ru rw sa sc sd se sg si sk sl sm sn so sq sr ss "
+    "st su sv sw ta te tg th ti tk tl tn to tr ts tt tw ty ug uk ur uz ve vi vo wa wo xh yi yo za zh zu yue haw"
+)
+_ALL_LETTERS = frozenset(_SPELLED.split())
+
+
+def language_of(told: str) -> str:
+    """Returns the letters of a language that a client tells by them, with a region or not, or by its English name.
+
+    Raises `InvalidRequest` for what is none; "" stays.
+    """
+    letters = _LETTERS.get(told.lower(), told.lower().partition("-")[0])
+    if told and letters not in _ALL_LETTERS:
+        raise InvalidRequest(
+            f"language is {told!r:.100}, but must be letters of ISO 639-1, as en, or one of {', '.join(_LETTERS)}"
+        )
+    return letters
 
 
 def transcript_prompt(tokenizer: Tokenizer, sound: SoundSource, language: str, hint: str) -> Prompt:

@@ -11,6 +11,9 @@ VOXTRAL_TEMPLATE = """\
 {%- endfor -%}
 {{- bos_token -}}
 {%- for message in messages -%}
+{%- if message.role != 'user' and message.content and message.content is not string -%}
+{{- raise_exception('messages of the user alone may have sounds, not those of the role ' + message.role) -}}
+{%- endif -%}
 {%- if message.role == 'system' -%}
 {{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' -}}
 {%- elif message.role == 'user' -%}
@@ -27,8 +30,7 @@ VOXTRAL_TEMPLATE = """\
 {%- endif -%}
 {{- '[/INST]' -}}
 {%- elif message.role == 'tool' -%}
-{%- set result = {'content': message.content, 'call_id': message.tool_call_id} -%}
-{{- '[TOOL_RESULTS]' + (result | tojson) + '[/TOOL_RESULTS]' -}}
+{{- '[TOOL_RESULTS]' + (message.tool_call_id or '') + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' -}}
 {%- elif message.role == 'assistant' -%}
 {%- if message.content -%}{{- message.content -}}{%- endif -%}
 {%- if message.tool_calls -%}

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
+import openai
 import pytest
+from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent
 from tokenizers import AddedToken
-from vision_front_end import VisionFrontEnd, image_part, serving, vision_folder
+from vision_front_end import AnsweringLink, VisionFrontEnd, image_part, serving, vision_folder
 
 from jaxsgl.config.features import MediaConfig
+from jaxsgl.frontend.http.errors import ClientGone
+from jaxsgl.messages.orders import Abort, ToMailbox
 from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.preprocess.sounds import parts_of
 from jaxsgl.requests.media import MediaLimits, SoundShape
+from jaxsgl.requests.request import Request
 from tests.preprocess.pictures import data_url, picture
 from tests.preprocess.test_sounds import noise, wav
 from tests.text.small_tokenizers import byte_level, save
@@ -151,7 +157,12 @@ def test_a_long_sound_of_voxtrals_is_asked_for_in_its_own_words(tmp_path: Path) 
         ({"file": wav(noise(16_001))}, "sound 0 is longer than 1 s, which is all that the model hears"),
         ({"response_format": "srt"}, "response_format of the form is 'srt'"),
         ({"temperature": "9"}, "temperature of the form is '9'"),
-        ({"language": "german, please"}, "language of the form"),
+        ({"language": "german, please"}, "language is 'german, please', but must be letters of ISO 639-1, as en, or"),
+        ({"language": "xx"}, "language is 'xx'"),
+        ({"top_p": "7"}, "top_p is 7.0, but must be"),
+        ({"prompt": "x" * 70_000}, "the field prompt of the form has 70000 bytes, but may have 65536"),
+        ({"include[]": "logprobs"}, "transcripts come without log-probabilities"),
+        ({f"field{number}": "x" for number in range(40)}, "the form has 32 fields or more"),
         ({"timestamp_granularities[]": "word"}, "no times are known"),
         ({"stream": "true", "response_format": "text"}, "stream is true, but response_format is text"),
     ],
@@ -165,6 +176,59 @@ def test_a_form_that_asks_for_what_is_not_made_is_refused(folder: str, form: dic
     run(folder, scenario)
 
 
+def test_the_schema_of_the_server_tells_the_form(folder: str) -> None:
+    async def scenario(served: VisionFrontEnd) -> None:
+        paths = (await served.http.get("/openapi.json")).json()["paths"]
+        for path in ("transcriptions", "translations"):
+            form = paths[f"/v1/audio/{path}"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+            assert form["required"] == ["file"] and form["properties"]["file"]["format"] == "binary"
+            assert form["properties"]["response_format"]["enum"] == ["json", "text", "verbose_json"]
+
+    run(folder, scenario)
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_client_that_leaves_ends_its_transcript(folder: str, monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    sent: list[ToMailbox] = []
+    begun = asyncio.Event()
+
+    def record(link: AnsweringLink, message: ToMailbox) -> None:
+        sent.append(message)
+        begun.set()
+
+    monkeypatch.setattr(AnsweringLink, "send", record)
+
+    async def scenario(served: VisionFrontEnd) -> None:
+        transport = served.http._transport
+        assert isinstance(transport, httpx.ASGITransport)
+        url = "http://localhost/v1/audio/transcriptions"
+        asked = httpx.Request("POST", url, data={"stream": stream}, files={"file": ("a.wav", SOUND)})
+        messages = [{"type": "http.request", "body": asked.read(), "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            assert message["type"] != "http.response.body" or not message["body"]
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": asked.url.path, "raw_path": asked.url.raw_path, "root_path": "", "query_string": b"",
+            "headers": [(name.lower(), value) for name, value in asked.headers.raw],
+            "client": None, "server": None,
+        }  # fmt: skip
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ClientGone):
+                await transport.app(scope, receive, send)
+        request, abort = sent
+        assert isinstance(request, Request) and isinstance(abort, Abort)
+
+    run(folder, scenario)
+
+
 def test_what_is_no_form_is_refused_and_an_unknown_model_is_not_found(folder: str) -> None:
     async def scenario(served: VisionFrontEnd) -> None:
         answer = await served.http.post("/v1/audio/transcriptions", json={"file": "a"})
@@ -172,6 +236,88 @@ def test_what_is_no_form_is_refused_and_an_unknown_model_is_not_found(folder: st
         answer = await served.http.post("/v1/audio/transcriptions", data={"model": "a"}, files={"other": b"a"})
         assert answer.status_code == 400 and "no field file" in answer.text
         assert (await ask(served, model="another")).status_code == 404
+
+    run(folder, scenario)
+
+
+def test_the_package_openai_is_answered_in_every_form(folder: str) -> None:
+    async def scenario(served: VisionFrontEnd) -> None:
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=cast(Any, served.http))
+        create, file = client.audio.transcriptions.create, ("../talks/a talk.wav", SOUND)
+        whole = await create(model="default", file=file, chunking_strategy="auto", temperature=0.5, prompt="Birds.")
+        assert whole.usage is not None and whole.usage.type == "tokens"
+        assert await create(model="default", file=file, response_format="text") == f"{whole.text}\n"
+        verbose = await create(model="default", file=file, response_format="verbose_json", language="de")
+        assert (verbose.text, verbose.duration, verbose.language) == (whole.text, 0.58, "de")
+        translated = await client.audio.translations.create(model="default", file=file)
+        assert translated.text == whole.text
+        events = [each async for each in await create(model="default", file=file, stream=True)]
+        assert isinstance(events[0], TranscriptionTextDeltaEvent) and events[0].delta == whole.text
+        assert isinstance(events[1], TranscriptionTextDoneEvent) and events[1].usage is not None
+        assert events[1].text == whole.text and len(events) == 2
+        with pytest.raises(openai.BadRequestError, match="'json', 'text' or 'verbose_json'"):
+            await create(model="default", file=file, response_format="srt")
+
+    run(folder, scenario)
+
+
+def test_a_language_is_told_by_letters_with_a_region_or_not_or_by_name(folder: str) -> None:
+    async def scenario(served: VisionFrontEnd) -> None:
+        for told in ("de", "DE", "de-AT", "German"):
+            assert (await ask(served, language=told)).status_code == 200
+            assert "which is in German, word for word" in served.text_of(served.requests[-1])
+
+    run(folder, scenario)
+
+
+def test_a_form_has_one_file_at_any_place_and_sampling_parameters(folder: str) -> None:
+    async def scenario(served: VisionFrontEnd) -> None:
+        url = "/v1/audio/transcriptions"
+        files: list[Any] = [("file", ("a.wav", SOUND)), ("file", ("b.wav", SOUND))]
+        answer = await served.http.post(url, files=files)
+        assert answer.status_code == 400 and "several fields file" in answer.text
+        values = {"max_completion_tokens": "1", "temperature": "0.5", "top_p": "0.9", "top_k": "4", "seed": "3"}
+        fields = [(name, (None, value)) for name, value in values.items()]
+        for order in ([files[0], *fields], [*fields, files[0]]):
+            assert (await served.http.post(url, files=order)).status_code == 200
+            sampling = served.requests[-1].sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 4, 3)
+
+    run(folder, scenario)
+
+
+def test_sounds_in_any_message_are_heard_in_their_order_and_one_sent_twice_is_the_same(folder: str) -> None:
+    async def scenario(served: VisionFrontEnd) -> None:
+        first = {"type": "input_audio", "input_audio": {"data": ENCODED, "format": "mp3"}}  # the file says what it is
+        other = base64.b64encode(wav(noise(7000))).decode()
+        second = {"type": "input_audio", "input_audio": {"data": other, "format": "wav"}}
+        turn = {"role": "assistant", "content": "Yes."}
+        messages = [{"role": "user", "content": [first, {"type": "text", "text": "a"}, second]}, turn]
+        messages.append({"role": "user", "content": [first]})
+        body = {"messages": messages, "max_tokens": 1}
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        (request,) = served.requests
+        digests = [item.digest for item in request.media]
+        assert digests[0] == digests[2] != digests[1] and [item.filled for item in request.media] == [29, 22, 29]
+
+    run(folder, scenario)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1/a.wav", "file:///etc/passwd", "/etc/passwd", f"data:image/png;base64,{ENCODED}",
+     f"data:video/jpeg;base64,{ENCODED}", "data:audio/wav,abc", ""],
+)  # fmt: skip
+def test_a_sounds_url_may_be_what_a_pictures_may(folder: str, url: str) -> None:
+    async def scenario(served: VisionFrontEnd) -> None:
+        for part in (
+            {"type": "audio_url", "audio_url": {"url": url}},
+            {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
+        ):
+            answer = await served.chat(part)
+            assert answer.status_code == 400, answer.text
+        assert not served.requests
 
     run(folder, scenario)
 

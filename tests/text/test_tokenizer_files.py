@@ -169,7 +169,7 @@ def test_tekken_json_alone_is_a_tokenizer_whose_texts_begin_with_the_start_token
 
 VOXTRALS = (
     "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]",
-    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]",
 )  # fmt: skip
 
 
@@ -193,10 +193,14 @@ def test_voxtrals_tekken_json_alone_has_mistrals_chat_format(tmp_path: Path) -> 
     assert text == (
         "<s>[SYSTEM_PROMPT]ab[/SYSTEM_PROMPT][INST]hello[/INST]"
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "123456789"}]</s>'
-        '[TOOL_RESULTS]{"content": "2", "call_id": "123456789"}[/TOOL_RESULTS]cd</s>'
+        "[TOOL_RESULTS]123456789[TOOL_CONTENT]2[/TOOL_RESULTS]cd</s>"
         '[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "f", "description": "d"}}][/AVAILABLE_TOOLS]'
         "[INST][BEGIN_AUDIO][AUDIO][BEGIN_AUDIO][AUDIO]hello[/INST]"
     )
+    with pytest.raises(
+        InvalidRequest, match="messages of the user alone may have sounds, not those of the role system"
+    ):
+        tokenizer.render_chat([{"role": "system", "content": heard}, *turns], TemplateOptions())
     special = {name: rank for rank, name in enumerate(["<unk>", "<s>", "</s>", *VOXTRALS])}
     ids = tokenizer.encode_rendered(text)
     assert ids[:2] == [special["<s>"], special["[SYSTEM_PROMPT]"]]

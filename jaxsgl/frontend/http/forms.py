@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from jaxsgl.errors import InvalidRequest
 
-MAX_FIELD_BYTES = 4096
+MAX_HEAD_BYTES = 4096
+MAX_FIELD_BYTES = 1 << 16
 MAX_PARTS = 32
 
 
@@ -49,15 +50,24 @@ def read_form(data: bytes | bytearray | mmap.mmap, boundary: bytes) -> Form:
         blank, end = data.find(b"\r\n\r\n", start), data.find(b"\r\n" + mark, start)
         if blank < 0 or end < 0 or blank > end:
             raise InvalidRequest("the form is cut: its last boundary is missing")
-        head = bytes(data[start + 2 : min(blank, start + MAX_FIELD_BYTES)])
+        head = bytes(data[start + 2 : min(blank, start + MAX_HEAD_BYTES)])
         described = email.parser.BytesHeaderParser().parsebytes(head)
         first, name = min(blank + 4, end), str(described.get_param("name", "", "content-disposition"))
+        if name == "file" and found is not None:
+            raise InvalidRequest("the form has several fields file, but may have one: send each file in its own form")
         if name == "file":
             filename = re.sub(r"[^ -~]|[/\\]", "_", str(described.get_filename() or "file"))[:200]
             found = filename, first, end
         else:
-            fields[name] = bytes(data[first : min(end, first + MAX_FIELD_BYTES)]).decode(errors="replace")
+            if end - first > MAX_FIELD_BYTES:
+                raise InvalidRequest(
+                    f"the field {name[:100]} of the form has {end - first} bytes, but may have {MAX_FIELD_BYTES}: "
+                    "send less"
+                )
+            fields[name] = bytes(data[first:end]).decode(errors="replace")
         start = end + 2
+    else:
+        raise InvalidRequest(f"the form has {MAX_PARTS} fields or more: send fewer")
     if found is None:
         raise InvalidRequest("the form has no field file: send the file under this name")
     return Form(fields, *found)

@@ -169,7 +169,7 @@ class MediaLoader:
                 await self._turns.acquire()
         except TimeoutError:
             raise Overloaded(
-                f"the request waited {TURN_S:g} s to fetch its pictures and videos, since {MAX_FETCHING} others fetch "
+                f"the request waited {TURN_S:g} s to fetch its media, since {MAX_FETCHING} others fetch "
                 "or wait to be decoded: try again later, or send data: URLs"
             ) from None
         try:

@@ -32,7 +32,7 @@ from jaxsgl.frontend.http.openai.ranking import (
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.responses import ResponseStore, answer_responses, count_input_tokens
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from jaxsgl.frontend.http.openai.speech import Speech, answer_speech, speech_of
+from jaxsgl.frontend.http.openai.speech import Speech, answer_speech, form_schema, speech_of
 from jaxsgl.messages.orders import LoadedAdapter
 from jaxsgl.requests.request import check_token_ids
 from jaxsgl.text.prompts import Prompt, TextPrompt
@@ -90,13 +90,13 @@ def router(front_end: FrontEnd) -> APIRouter:
 def _add_speech(router: APIRouter, front_end: FrontEnd) -> None:
     """Adds what answers with the words of a file of sound."""
 
-    @router.post("/v1/audio/transcriptions")
+    @router.post("/v1/audio/transcriptions", openapi_extra=form_schema())
     @while_connected
     async def transcriptions(speech: Annotated[Speech, Depends(speech_of)]) -> Response:
         """What is said in a file, which comes in a form: whole or streamed."""
         return await answer_speech(front_end, speech, adapter_of(front_end, speech.body.model))
 
-    @router.post("/v1/audio/translations")
+    @router.post("/v1/audio/translations", openapi_extra=form_schema())
     @while_connected
     async def translations(speech: Annotated[Speech, Depends(speech_of)]) -> Response:
         """What is said in a file, in English."""

@@ -25,7 +25,7 @@ from jaxsgl.preprocess.mel import HOP, RATE
 from jaxsgl.preprocess.sources import SoundSource
 from jaxsgl.requests.media import FRAMES_OF_PATCH
 from jaxsgl.requests.request import MAX_SEED, Request, SamplingParams
-from jaxsgl.text.hearing import transcript_prompt, translation_prompt
+from jaxsgl.text.hearing import language_of, transcript_prompt, translation_prompt
 
 PATCH_S = FRAMES_OF_PATCH * HOP / RATE
 _UNKNOWN = "unknown"  # the language that the model finds out, which it doesn't tell
@@ -35,13 +35,27 @@ class SpeechRequest(Body):
     """A form of /v1/audio/transcriptions or /v1/audio/translations, besides its file."""
 
     model: str | None = None
-    language: Annotated[str, Field(pattern=r"^([A-Za-z]{2,3}(-[A-Za-z0-9]{2,8})?)?$")] = ""
+    language: str = ""
     prompt: str = ""
     response_format: Literal["json", "text", "verbose_json"] = "json"
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     stream: bool = False
+
+
+def form_schema() -> dict[str, Any]:
+    """The form in OpenAPI's words: FastAPI can't tell what `speech_of` reads."""
+    schema = SpeechRequest.model_json_schema()
+    schema["properties"] = {"file": {"type": "string", "format": "binary"}, **schema["properties"]}
+    body = {"content": {"multipart/form-data": {"schema": {**schema, "required": ["file"]}}}, "required": True}
+    return {"requestBody": body}
 
 
 class Speech:
@@ -66,6 +80,8 @@ async def speech_of(http: HttpRequest) -> Speech:
     for name in form.fields:
         if name.startswith("timestamp_granularities"):
             raise InvalidRequest("timestamp_granularities are given, but no times are known: leave them out")
+        if name.startswith("include"):
+            raise InvalidRequest("include is given, but transcripts come without log-probabilities: leave it out")
     try:
         body = SpeechRequest.model_validate_strings(form.fields, strict=False)
     except ValidationError as error:
@@ -91,9 +107,15 @@ async def answer_speech(front_end: FrontEnd, speech: Speech, adapter: str = "", 
     if translates:
         prompt = translation_prompt(sound, body.prompt)
     else:
-        prompt = transcript_prompt(model.tokenizer, sound, body.language.lower(), body.prompt)
+        prompt = transcript_prompt(model.tokenizer, sound, language_of(body.language), body.prompt)
     sampling = SamplingParams(
         temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
         max_tokens=body.max_completion_tokens,
         seed=None if body.seed is None else body.seed & MAX_SEED,
     )
