@@ -164,8 +164,7 @@ def test_arguments_of_the_offline_model_are_treated_as_flags_are() -> None:
     assert own_arguments(EngineConfig, {"tokenizer": None, "cpu_offload_gb": 0}) == ({}, [])
     _, without_effect = own_arguments(EngineConfig, {"limit_mm_per_prompt": {"image": 4}})
     assert words_of(without_effect) == [
-        "--limit-mm-per-prompt changes nothing here: a prompt may have as many pictures and videos as its context has "
-        "room for"
+        "--limit-mm-per-prompt changes nothing here: a prompt may have as many media as its context has room for"
     ]
     for name, value in (("tokenizer", "x"), ("skip_tokenizer_init", True)):
         with pytest.raises(ConfigError, match=f"{name} is no argument: {REFUSED['--' + name.replace('_', '-')][:9]}"):
