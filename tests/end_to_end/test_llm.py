@@ -150,7 +150,7 @@ def test_prompts_in_vllms_form_need_no_pictures(llm: LLM) -> None:
     texts: list[dict[str, Any]] = [{"prompt": "3 + 4 ="}, {"prompt_token_ids": ids}]
     first, second = llm.generate(texts, GREEDY, use_tqdm=False)
     assert first.token_ids == second.token_ids == llm.generate(ids, GREEDY, use_tqdm=False)[0].token_ids
-    with pytest.raises(InvalidRequest, match="a model with a vision tower"):
+    with pytest.raises(InvalidRequest, match="a model with a tower for them"):
         llm.generate({"prompt": "a", "multi_modal_data": {"image": b"x"}}, GREEDY)
 
 
