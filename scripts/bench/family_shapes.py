@@ -28,7 +28,10 @@ CLASSES = {
     "MiniCPMForCausalLM": "llama",
     "SarvamMLAForCausalLM": "deepseek_v3",
     "SarvamMoEForCausalLM": "glm4_moe",
+    "VoxtralForConditionalGeneration": "voxtral",
     "Kimi_K25ForConditionalGeneration": "kimi_k25",
+    "NewModel": "gte",
+    "Qwen2AudioForConditionalGeneration": "qwen2_audio",
 }
 _HALF_ROPE = {
     "rope_type": "default",
@@ -44,6 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"hidden_size": 4096, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "ElectraModel": {"embedding_size": 256},
     "Exaone4_5_ForConditionalGeneration": {"vision_config": {"out_hidden_size": 4096}},
     "Gemma3ForConditionalGeneration": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _HALF_ROPE}},

@@ -58,7 +58,8 @@ def described_fields(openapi: dict[str, Any]) -> dict[str, list[str]]:
     """By path, the fields of the bodies that the server describes."""
     posts = {path: methods["post"] for path, methods in openapi["paths"].items() if "post" in methods}
     bodies = {path: post["requestBody"] for path, post in posts.items() if "requestBody" in post}
-    return {path: list(_schema(openapi, body)["properties"]) for path, body in bodies.items()}
+    in_json = {path: body for path, body in bodies.items() if "application/json" in body["content"]}  # others are forms
+    return {path: list(_schema(openapi, body)["properties"]) for path, body in in_json.items()}
 
 
 def _schema(openapi: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from jaxsgl.preprocess.sounds import parts_of
 from jaxsgl.requests.media import MediaLimits, SoundShape
 from jaxsgl.requests.request import Request
 from tests.preprocess.pictures import data_url, picture
-from tests.preprocess.test_sounds import noise, wav
+from tests.preprocess.test_sound_files import noise, wav
 from tests.text.small_tokenizers import byte_level, save
 
 TEMPLATE = (

@@ -31,10 +31,11 @@ CLIENT_CALLS = {
     "Embed", "Generate", "GetLoads", "GetModelInfo", "GetTokenizer", "HealthCheck", "ListLoadedLoRAAdapters",
 }  # fmt: skip
 CLIENT_POSTS = {
-    "/api/chat", "/api/embed", "/api/embeddings", "/api/generate", "/api/show",
-    "/classify", "/detokenize", "/encode", "/generate", "/rerank", "/score", "/tokenize", "/v1/chat/completions",
-    "/v1/completions", "/v1/detokenize", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens", "/v1/rerank",
-    "/v1/responses", "/v1/responses/input_tokens", "/v1/score", "/v1/tokenize", "/v2/rerank",
+    "/api/chat", "/api/embed", "/api/embeddings", "/api/generate", "/api/show", "/classify", "/detokenize", "/encode",
+    "/generate", "/rerank", "/score", "/tokenize", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/chat/completions", "/v1/completions", "/v1/detokenize", "/v1/embeddings", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/rerank", "/v1/responses", "/v1/responses/input_tokens", "/v1/score",
+    "/v1/tokenize", "/v2/rerank",
 }  # fmt: skip
 
 
