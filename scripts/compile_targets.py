@@ -2,6 +2,7 @@
 
     python scripts/compile_targets.py                       # all targets, the full grid
     python scripts/compile_targets.py h200 --grid common    # one target, the shapes that most models serve with
+    python scripts/compile_targets.py b200 rtx4090 rtxpro6000 --grid common    # Blackwell and Ada
     python scripts/compile_targets.py h200 --grid steps     # the engine's steps on Qwen3-0.6B and Qwen3-8B
     python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
     python scripts/compile_targets.py h200 --grid steps --match 'eagle3|nextn|standalone|stage'    # drafts, and stages
