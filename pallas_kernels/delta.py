@@ -245,7 +245,7 @@ def delta_run(
 def _ran(
     tokens: StateTokens, states: DeltaStates, seqs: Sequences, backend: str, interpret: bool, *, moves: bool = True
 ) -> tuple[jax.Array, DeltaStates] | None:
-    """What a kernel that goes from token to token makes of runs, or None if there is none."""
+    """What the backend's kernel for runs makes of these tokens, or None if the backend has no such kernel."""
     kernel = choose_kernel_or_xla(
         "delta_decode", lambda each: each.delta_run, backend, tokens, states.matrices, interpret=interpret
     )

@@ -46,7 +46,7 @@ def transcript_prompt(tokenizer: Tokenizer, sound: SoundSource, language: str, h
       tokenizer: of the model.
       sound: what is heard.
       language: letters of ISO 639-1; "": the model finds out.
-      hint: takes the place of the question; "": there is none.
+      hint: the client's `prompt`, which is asked in place of the usual question; "": the client sent none.
 
     Raises:
       InvalidRequest: a hint is given to a model that has no place for it.
