@@ -1,9 +1,10 @@
 """Sums over the last axis whose bits don't depend on how many rows are summed, and what is made of such sums.
 
 XLA's CPU back end adds in another order for few rows than for many, so that a request's numbers would depend on its
-company; nor is exp(x - maximum) the same where it fuses both. The C++ kernels have one order, and so has Triton's on a
-GPU in programs in fixed order (`order`). Else these are JAX's own functions and their programs those that they would
-be without this file. Called by norms, by the choice of experts, and by samplers.
+company; nor is exp(x - maximum) the same where it fuses both, nor the logarithm of a number among five and among 40.
+The C++ kernels have one order, and so has Triton's on a GPU in programs in fixed order (`order`). Else these are JAX's
+own functions and their programs those that they would be without this file. Called by norms, by the choice of experts,
+and by samplers.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,32 @@ class _Adder(NamedTuple):
 
     Attributes:
       sums: `[..]`, of the numbers or of their squares.
+      logs: `[..]`, the logarithms of the sums of the numbers.
       tops: `[..]`, the largest numbers.
       is_one_call: whether a call takes about as long for many rows as for few.
     """
 
     sums: Callable[[jax.Array, What], jax.Array]
+    logs: Callable[[jax.Array], jax.Array]
     tops: Callable[[jax.Array], jax.Array]
     is_one_call: bool
 
 
-_NATIVE = _Adder(native.of_rows, lambda x: native.of_rows(x, "top"), is_one_call=True)
+_NATIVE = _Adder(
+    native.of_rows,
+    lambda x: native.of_rows(x, "log"),
+    lambda x: native.of_rows(x, "top"),
+    is_one_call=True,
+)
+
+
+def _by_triton(x: jax.Array, what: What) -> jax.Array:
+    return _sums_of_rows(x, what, interpret=target_device().platform != "gpu")
+
+
 _TRITON = _Adder(
-    lambda x, what: _sums_of_rows(x, what, interpret=target_device().platform != "gpu"),
+    _by_triton,
+    lambda x: jnp.log(_by_triton(x, "sum")),  # a thread a number: however many there are
     lambda x: jnp.max(x, axis=-1),  # the same in any order
     is_one_call=False,
 )
@@ -85,8 +100,13 @@ def log_sum_exp(x: jax.Array, *, keepdims: bool = False) -> jax.Array:
     if adder is None:
         return jax.nn.logsumexp(x, axis=-1, keepdims=keepdims)
     top = adder.tops(x)[..., None]
-    total = jnp.log(row_sums(jnp.exp(x - top), keepdims=True)) + top
+    total = adder.logs(jnp.exp(x - top))[..., None] + top
     return total if keepdims else total[..., 0]
+
+
+def logs(x: jax.Array) -> jax.Array:
+    """The logarithms of `x [..]`."""
+    return native.of_rows(x[..., None], "log") if _adder(x) is _NATIVE else jnp.log(x)
 
 
 def softmax(x: jax.Array) -> jax.Array:

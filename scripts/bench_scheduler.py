@@ -214,8 +214,12 @@ def decode_before_queue(short_of: str, policy: str, page_size: int, steps: int) 
     return {num_waiting: statistics.median(values) for num_waiting, values in times.items()}
 
 
-def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_size: int, steps: int) -> float:
+def longest_match_first(
+    num_waiting: int, length: int, cached_tokens: int, page_size: int, steps: int
+) -> tuple[float, float]:
     """Median host seconds of a step that orders `num_waiting` requests, all of which have a cached prefix.
+
+    And those of a yardstick, in turns with the step.
 
     One running request decodes. It also holds so much of the pool that no waiting request can be admitted.
     """
@@ -245,15 +249,37 @@ def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_
         for i in range(num_waiting)
     ]
     scheduler.receive(waiting)
-    times = []
+    yardstick = Yardstick(num_waiting, length)
+    times, yardstick_times = [], []
     for _ in range(steps):
+        yardstick_times.append(yardstick.seconds())
         scheduler.state.failed_admission = None  # as after the end of a request: the queue is ordered again
         start = time.perf_counter()
         launched = scheduler.launch()
         times.append(time.perf_counter() - start)
         assert launched is not None and launched.num_seqs == 1 and scheduler.num_waiting == num_waiting
         scheduler.collect(np.full(1, 5, dtype=np.int32))
-    return statistics.median(times)
+    return statistics.median(times), statistics.median(yardstick_times)
+
+
+class Yardstick:
+    """Work of the scheduler's kind whose time says how fast this machine is now: lookups, objects, and long compares.
+
+    It reads as much memory as `longest_match_first` does.
+    """
+
+    def __init__(self, num_rows: int, length: int) -> None:
+        self._rows = np.random.default_rng(4).integers(3, 32_000, (num_rows, length))
+        self._same = [row.copy() for row in self._rows]
+
+    def seconds(self) -> float:
+        """Of the whole work, once."""
+        start = time.perf_counter()
+        for row, same in zip(self._rows, self._same, strict=True):
+            assert np.array_equal(row, same)
+        places = {str(i): (i, [i]) for i in range(4_000)}
+        assert sum(place for place, _ in places.values()) == sum(range(4_000))
+        return time.perf_counter() - start
 
 
 def radix_rates(num_prefixes: int, tokens: int, page_size: int) -> dict[str, float]:
@@ -308,7 +334,8 @@ def main() -> None:
     for short_of, policy in (("rows", "fcfs"), ("pages", "fcfs"), ("pages", "lpm")):
         for num_waiting, seconds in decode_before_queue(short_of, policy, args.page_size, steps=100).items():
             figures[f"{policy}_short_of_{short_of}_before_{num_waiting}_us"] = 1e6 * seconds
-    figures["lpm_step_ms"] = 1e3 * longest_match_first(128, 4096, 1_000_000, args.page_size, steps=20)
+    in_turns = longest_match_first(128, 4096, 1_000_000, args.page_size, steps=20)
+    figures["lpm_step_ms"], figures["yardstick_ms"] = (1e3 * seconds for seconds in in_turns)
     print(f"{args.running} running requests of {args.context} tokens, page size {args.page_size}")
     for name, value in figures.items():
         print(f"  {name:34} {value:14,.1f}")

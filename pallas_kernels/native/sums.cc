@@ -1,10 +1,12 @@
-// Sums of rows, or of their squares, each in an order that depends on the row's length alone; and their largest numbers.
+// Sums of rows, their logarithms, or sums of squares, each in an order that depends on the row's length alone; and their
+// largest numbers.
 //
-// XLA's own reductions add in another order for few rows than for many, and what it fuses with a maximum it may compute
-// with other instructions. A row is summed in kSums registers, which are added up at its end. Compiled and called by
+// XLA's own reductions add in another order for few rows than for many, what it fuses with a maximum it may compute
+// with other instructions, and so it does with the logarithms of a few numbers. A row is summed in kSums registers, which are added up at its end. Compiled and called by
 // library.py and sums.py.
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -36,6 +38,8 @@ float RowSum(const float* x, int64_t n) {
   return Sum(Add(Add(sum[0], sum[1]), Add(sum[2], sum[3]))) + rest;
 }
 
+float LogOfRowSum(const float* x, int64_t n) { return std::log(RowSum<false>(x, n)); }
+
 // A row's largest number that is one; of none, minus infinity.
 float RowTop(const float* x, int64_t n) {
   Floats tops[kSums];
@@ -51,7 +55,11 @@ float RowTop(const float* x, int64_t n) {
 // y [..]: of x [.., n], in `what` way.
 ffi::Error RowSums(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, std::string_view what,
                    ffi::ResultBuffer<ffi::F32> y) {
-  const auto of_row = what == "sum" ? RowSum<false> : what == "squares" ? RowSum<true> : what == "top" ? RowTop : nullptr;
+  const auto of_row = what == "sum"       ? RowSum<false>
+                      : what == "squares" ? RowSum<true>
+                      : what == "log"     ? LogOfRowSum
+                      : what == "top"     ? RowTop
+                                          : nullptr;
   if (!of_row) return {ffi::ErrorCode::kInvalidArgument, "rows have no " + std::string(what)};
   const float* const from = x.typed_data();
   float* const to = y->typed_data();

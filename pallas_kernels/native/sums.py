@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
 
-What: TypeAlias = Literal["sum", "squares", "top"]
+What: TypeAlias = Literal["sum", "squares", "log", "top"]
 
 
 def refuse(x: jax.Array) -> str | None:
@@ -23,7 +23,7 @@ def refuse(x: jax.Array) -> str | None:
 
 
 def of_rows(x: jax.Array, what: What) -> jax.Array:
-    """The sums over the last axis of x `[.., n]` float32, those of its squares, or the largest numbers: `[..]`."""
+    """Of the last axis of x `[.., n]` float32 the sums, those of squares, the logs of sums, or the tops: `[..]`."""
     call = jax.ffi.ffi_call(library.ROW_SUMS, jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
     out: jax.Array = call(x, what=what)
     return out

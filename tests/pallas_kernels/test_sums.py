@@ -73,6 +73,20 @@ def test_a_row_is_the_same_to_the_bit_with_any_number_of_others(
         np.testing.assert_array_equal(np.asarray(compiled(x[:count])), together[:count], err_msg=f"{count} rows")
 
 
+@pytest.mark.parametrize(
+    "function", [sums.log_sum_exp, lambda x: sums.logs(jnp.exp(x[:, 0]))], ids=["of sums", "alone"]
+)
+def test_a_logarithm_is_the_same_to_the_bit_with_any_number_of_others(
+    function: Callable[[jax.Array], jax.Array],
+) -> None:
+    """One in twenty would differ in its last bit were it XLA's; so it takes many rows to see it."""
+    x, compiled = numbers(7, num_rows=390), jax.jit(function)
+    together = np.asarray(compiled(x))
+    for count in (3, 5, 13, 15):
+        apart = [np.asarray(compiled(x[begin : begin + count])) for begin in range(0, 390 - count + 1, count)]
+        np.testing.assert_array_equal(np.concatenate(apart), together[: count * len(apart)], err_msg=f"{count} rows")
+
+
 def test_without_the_kernels_jax_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: "there is no compiler")
     x = numbers(100)

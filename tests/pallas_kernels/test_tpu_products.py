@@ -89,7 +89,7 @@ def test_experts_in_mxfp4_are_read_as_4_bits(outputs: int, inputs: int) -> None:
         grouped_packed_product(x, groups, each, bias, of_tokens=True, dtype="float32", **how)
         for each, how in ((weights, TPU), (published, {"backend": "xla"}))
     )
-    assert_near(found, np.asarray(by_xla, np.float64), 1e-6)
+    assert_near(found, np.asarray(by_xla, np.float64), 1e-5)  # float32 sums of up to 4,224 numbers in two orders
 
 
 @pytest.mark.parametrize(("group", "tolerance"), [(128, 4e-3), (32, 6e-3)])

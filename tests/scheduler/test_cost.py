@@ -14,13 +14,20 @@ ROOT = Path(__file__).parent.parent.parent
 MAX_RUNS = 3  # a burst of other work may spoil one
 
 
+YARDSTICK_MS = 1.2  # of the script's yardstick, on the machine on which the costs were promised
+
+
 def excesses(figures: dict[str, float]) -> list[str]:
-    """What is above its bound: four times what is promised for admission and policies, since machines are busy."""
+    """What is above its bound: four times what is promised for admission and policies, since machines are busy.
+
+    And more where the script's yardstick says that the machine is slow, or slowed by others, just then.
+    """
+    slowness = max(1.0, figures["yardstick_ms"] / YARDSTICK_MS)
     bounds = {
-        "decode_step_us_median": 1_000.0,
-        "admission_of_64_ms": 4 * 10.0,
-        "admission_of_64_ignoring_eos_ms": 4 * 10.0,
-        "lpm_step_ms": 4 * 3.0,
+        "decode_step_us_median": 1_000.0 * slowness,
+        "admission_of_64_ms": 4 * 10.0 * slowness,
+        "admission_of_64_ignoring_eos_ms": 4 * 10.0 * slowness,
+        "lpm_step_ms": 4 * 3.0 * slowness,
     }
     for case in ("fcfs_short_of_rows", "fcfs_short_of_pages", "lpm_short_of_pages"):
         bounds[f"{case}_before_8000_us"] = 2 * figures[f"{case}_before_0_us"]  # decode steps read no queue

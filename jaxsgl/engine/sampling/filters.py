@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsgl.batch.sampling import SamplingArrays
-from pallas_kernels.sums import row_sums
+from pallas_kernels.sums import logs, row_sums
 
 INFINITY_BITS = 0x7F800000
 BITS, DIGIT = 31, 4  # of a distance; how many of them a pass finds
@@ -100,7 +100,7 @@ def _keep_limit(tokens: Tokens, sampling: SamplingArrays[jax.Array], search: Sea
     found = search(tokens, Tokens.weights, limit, lambda total: jnp.where(top_p < 1, top_p * total, 0.0), tail)
     # With top_p 1, rounding would drop the tail, whose weights vanish in the sum.
     limit = jnp.where(top_p < 1, jnp.minimum(limit, found), limit)
-    return jnp.minimum(limit, -jnp.log(sampling.min_p) / tokens.scale)
+    return jnp.minimum(limit, -logs(sampling.min_p) / tokens.scale)
 
 
 def by_digits(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal, guess: OfTotal) -> jax.Array:
