@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsgl.batch.patches import JOINED_TAPS, EncodeBucket, EncodeInputs, EncodePart, TowerCapacity
 from jaxsgl.models import Decoder
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS, all_parts
-from jaxsgl.models.vision.arch import VisionArch
-from jaxsgl.models.vision.tower import Patches, Tower, surroundings
+from jaxsgl.models.towers.attention import Patches
+from jaxsgl.models.towers.tower import Tower
 
 Encode: TypeAlias = Callable[[list[jax.Array], jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 ENCODE_DONATES = (1,)  # images
@@ -65,7 +65,7 @@ def patches_of_call(pixels: jax.Array, columns: jax.Array) -> Patches:
 
 def placed(tower: Tower, made: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tokens and their rows in the pool, from what the tower makes of patches and what a call says of one bin."""
-    if not tower.arch.joins_tiles:
+    if not tower.arch.tokens.joins_tiles:
         return made, rows
     weights = jax.lax.bitcast_convert_type(rows[:, 1 + JOINED_TAPS :], jnp.float32)
     return tower.joined(made, rows[:, 1 : 1 + JOINED_TAPS], weights), rows[:, 0]
@@ -122,7 +122,7 @@ def make_part(kind: str, graphdef: nnx.GraphDef[Decoder], treedef: Any) -> Progr
 
     def layer(params: list[jax.Array], between: Between, number: jax.Array) -> Between:
         tower, hidden = tower_of(params), between.hidden
-        around = surroundings(patches_of_call(hidden, between.columns[0]), tower.arch)
+        around = tower.surroundings(patches_of_call(hidden, between.columns[0]))
         return between._replace(hidden=tower.layer(number, hidden, around))
 
     def tap(
@@ -130,19 +130,19 @@ def make_part(kind: str, graphdef: nnx.GraphDef[Decoder], treedef: Any) -> Progr
     ) -> jax.Array:
         tower = tower_of(params)
         assert tower.deepstack is not None
-        return _written(images, tower.deepstack(hidden, number), rows[0], 1 + number, tower.arch)
+        return _written(images, tower.deepstack(hidden, number), rows[0], 1 + number, tower.arch.out_size)
 
     def end(params: list[jax.Array], images: jax.Array, hidden: jax.Array, rows: jax.Array) -> jax.Array:
         tower = tower_of(params)
-        return _written(images, *placed(tower, tower.tokens(hidden), rows[0]), jnp.int32(0), tower.arch)
+        return _written(images, *placed(tower, tower.tokens(hidden), rows[0]), jnp.int32(0), tower.arch.out_size)
 
     programs: dict[str, Program] = dict(zip(PART_KINDS, (begin, layer, tap, end), strict=True))
     return programs[kind]
 
 
-def _written(images: jax.Array, made: jax.Array, rows: jax.Array, block: jax.Array, arch: VisionArch) -> jax.Array:
+def _written(images: jax.Array, made: jax.Array, rows: jax.Array, block: jax.Array, out_size: int) -> jax.Array:
     """The pool with `made [P / 4, D]` in the block of that number of the rows `[P / 4]`."""
-    blocks = images.reshape(len(images), -1, arch.out_size)
+    blocks = images.reshape(len(images), -1, out_size)
     return blocks.at[rows, block].set(made.astype(images.dtype), mode="drop").reshape(images.shape)
 
 

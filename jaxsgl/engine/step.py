@@ -450,9 +450,9 @@ def _image_tokens(state: DeviceState, arrays: StepArrays[jax.Array], arch: Model
     rows = arrays.pool_rows
     if rows is None:
         return None
-    assert state.images is not None and arch.vision is not None
+    assert state.images is not None and arch.tower is not None
     gathered = state.images.at[rows].get(mode="promise_in_bounds")
-    return ImageTokens(gathered, rows > 0, 1 + len(arch.vision.deepstack_layers))
+    return ImageTokens(gathered, rows > 0, 1 + len(arch.tower.layers.taps))
 
 
 def _last_of_each(hidden: jax.Array, query_offsets: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class StepRunner:
         self._params = params
         self._adapters = adapters
         self._draft_leaves = list(draft_leaves)
-        taps = () if arch.vision is None else arch.vision.deepstack_layers
+        taps = () if arch.tower is None else arch.tower.layers.taps
         self._tower_parts = TowerParts(programs.encode_part, taps)
 
     def launch(self, inputs: StepInputs, stream: tuple[jax.Array, ...] = ()) -> DeviceHandle:

@@ -71,9 +71,9 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
         matryoshka=config.matryoshka,
     )
     if config.vision.language_only:
-        arch = dataclasses.replace(arch, vision=None)
-    if arch.vision is not None and config.disaggregation.disaggregation_mode == "decode":
-        arch = dataclasses.replace(arch, vision=dataclasses.replace(arch.vision, has_tower=False))
+        arch = dataclasses.replace(arch, tower=None)
+    if arch.tower is not None and config.disaggregation.disaggregation_mode == "decode":
+        arch = dataclasses.replace(arch, tower=dataclasses.replace(arch.tower, has_tower=False))
     arch = arch.for_context(choose_context_length(config, arch))
     arch = model_on_devices(arch, config.tp, by_experts=config.ep, num_ranks=config.num_ranks)
     if is_converted(folder) and (arch.weight_format or arch.expert_format) is not None:

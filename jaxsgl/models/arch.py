@@ -31,7 +31,7 @@ from jaxsgl.models.layer_spec import (
 )
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeParams
-from jaxsgl.models.vision.arch import VisionArch
+from jaxsgl.models.towers.arch import TowerArch
 from jaxsgl.requests.outputs import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
@@ -110,7 +110,7 @@ class ModelArch:
       folder_pooling: how the folder says that embeddings and scores are made.
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
-      vision: the tower that makes tokens of images; None: there is none, or images are refused.
+      tower: makes tokens of images or sounds; None: there is none, or they are refused.
       encoder: how it differs from a decoder, if its tokens see their whole prompt.
       connections: of residual streams next to each other, which every block reads; None: there are none.
       stage: which of the model's layers `layers` are, if they are not all.
@@ -178,7 +178,7 @@ class ModelArch:
     folder_pooling: PoolingSpec = LAST_TOKEN
     pooling: PoolingSpec | None = None
     generates: bool = True
-    vision: VisionArch | None = None
+    tower: TowerArch | None = None
     next_layer: LayerSpec | None = None
     encoder: Encoder | None = None
     connections: Connections | None = None
@@ -327,7 +327,7 @@ class ModelArch:
         """
         value_dim = None if self.latent is None else self.latent.kv_rank
         layer = self.layers[layer_index]
-        sees_ahead = self.vision is not None and self.vision.sees_ahead_in(layer.window is not None)
+        sees_ahead = self.tower is not None and self.tower.tokens.sees_ahead_in(layer.window is not None)
         is_encoder = self.encoder is not None
         return AttentionOptions(
             self.attention_scale,

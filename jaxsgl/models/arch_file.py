@@ -30,9 +30,10 @@ from jaxsgl.models.layer_spec import KvHeads, Latent
 from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantized_checkpoints import Quantized, described, read_quantized
 from jaxsgl.models.quantized_formats import EXPERTS_IN_MXFP4, has_quantized_experts
+from jaxsgl.models.towers.arch import TowerArch
+from jaxsgl.models.towers.hearing import read_hearing
+from jaxsgl.models.towers.vision import read_vision
 from jaxsgl.models.unserved import why_unserved
-from jaxsgl.models.vision.arch import VisionArch, read_vision
-from jaxsgl.models.vision.hearing import read_hearing
 from jaxsgl.requests.outputs import PoolingKind
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -162,7 +163,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         gate_function=family.gate_function,
         output_gate=_read_output_gate(config, family),
         head="none" if encoder is not None and head == "vocabulary" else head,
-        vision=_read_vision(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
+        tower=_read_tower(whole, family, hidden_size, rms_norm_eps, centred=family.centred and not is_root),
         next_layer=layers.next_spec,
         encoder=encoder,
         connections=read_connections(config) if family.grouped_tokens else None,
@@ -187,13 +188,13 @@ def _read_encoder(config: ConfigFile, family: Family) -> Encoder | None:
     return Encoder(own.restarts, num_types, classifier=own.classifier, has_biases=own.has_biases)
 
 
-def _read_vision(
+def _read_tower(
     whole: ConfigFile, family: Family, hidden_size: int, rms_norm_eps: float, *, centred: bool
-) -> VisionArch | None:
+) -> TowerArch | None:
     if family.hearing is not None:
         return read_hearing(whole, family.hearing, hidden_size)
     tower = None if family.vision is None else read_vision(whole, family.vision, hidden_size, rms_norm_eps)
-    return None if tower is None else replace(tower, centred=centred)
+    return None if tower is None else replace(tower, merger=replace(tower.merger, centred=centred))
 
 
 def _read_name(whole: ConfigFile) -> tuple[str, Head]:

@@ -23,7 +23,7 @@ from jaxsgl.models.pooled_nets import ClassNet, DenseNet
 from jaxsgl.models.precision import product
 from jaxsgl.models.step_context import ImageTokens, StepContext
 from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
-from jaxsgl.models.vision.tower import Tower
+from jaxsgl.models.towers.tower import Tower
 from pallas_kernels.norm import centred, multiplied, rms_norm
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
@@ -55,8 +55,8 @@ class Decoder(DecoderLayers):
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
         has_bias = arch.head_bias and arch.head == "vocabulary"
         self.head_bias = vector((v,), ("vocab",), dtype, mean=0.0) if has_bias else None
-        has_tower = arch.vision is not None and arch.vision.has_tower
-        self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
+        has_tower = arch.tower is not None and arch.tower.has_tower
+        self.visual = Tower(arch.tower, dtype, activations) if arch.tower is not None and has_tower else None
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, context: StepContext) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
@@ -122,9 +122,9 @@ class Decoder(DecoderLayers):
 
     def _as_text(self, token_ids: jax.Array, images: ImageTokens | None) -> jax.Array:
         """The ids `[T]`, of which those of images stand for nothing."""
-        if images is None or self.arch.vision is None:
+        if images is None or self.arch.tower is None:
             return token_ids
-        return jnp.where(images.is_image, self.arch.vision.pad_token_id, token_ids)
+        return jnp.where(images.is_image, self.arch.tower.tokens.pad_id, token_ids)
 
     def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
         """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""

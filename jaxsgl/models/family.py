@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from jaxsgl.models.encoder import Classifier, Restarts
+from jaxsgl.models.towers.family import HearingFamily, VisionFamily
 from jaxsgl.requests.outputs import PoolingKind
 from pallas_kernels.routing import Score
 
@@ -23,16 +24,6 @@ QkNorm: TypeAlias = Literal["head", "all", "centred head"]
 # What an MLP reads that runs next to the layer's mixer, where the updates of both are added at once: what the mixer
 # reads, or the same stream by a norm of its own.
 Parallel: TypeAlias = Literal["shared norm", "own norm"]
-# What makes a token of a square of patches: an MLP; a matrix, and two that bring it to the decoder's size; their mean,
-# normalized, and a matrix; that mean in another scale, normalized without scales, and a matrix; a matrix to the
-# decoder's size with a bias, another one with a norm behind it, and an MLP with gates; or a norm of the whole square
-# and an MLP of the decoder's size. "normed" is a norm without scales, and a matrix.
-Merging: TypeAlias = Literal[
-    "mlp", "plain", "product", "projected", "pooled", "scaled", "gated", "square", "halved", "normed", "averaged"
-]
-# How patches have learned positions, see `VisionArch`, and where the decoder's tokens of an image see up to its end.
-Positions: TypeAlias = Literal["none", "square", "edges", "cubic", "axes", "blurred"]
-Ahead: TypeAlias = Literal["nowhere", "everywhere", "in windows"]
 # What attention's output has gates for: each query head, or each number of one.
 OutputGate: TypeAlias = Literal["head", "number"]
 GateFunction: TypeAlias = Literal["sigmoid", "softplus"]
@@ -101,140 +92,6 @@ class MoeFamily:
     dense_layers: Literal["none", "steps", "periods", "first", "outside", "unlisted"] = "none"
     first_dense_key: str = "first_k_dense_replace"
     dense_ffn_key: str | None = None
-
-
-@dataclass(frozen=True)
-class VisionFamily:
-    """What the name of an architecture implies of its vision tower.
-
-    Attributes:
-      image_token_id, video_token_id: see `VisionArch`, where config.json leaves them out; as the next one.
-      deepstack_layers: see `VisionArch`; None: there is no deepstack, nor a key for it.
-      sections: see `RopeParams`; None: tokens of images have positions as text.
-      takes_turns: pairs of the three positions take turns; else they stand in order.
-      activations: that the tower's MLPs may have; the first one is that of config.json without the key.
-      gated, root_norms, patch_bias, layer_bias, first_norm, last_norm, norm_eps, rope_alternates: see `VisionArch`.
-      sandwich, head_norms, value_norms, attention_scale, class_token, layer_scales: see `VisionArch`.
-      norm_key: the key that says "rms_norm" if `root_norms` hold, or "layer_norm"; None: they hold as told here.
-      first_norm_last: see `VisionArch`.
-      joint_norms_key: the key that says whether `joint_norms` of `VisionArch` hold; None: they don't.
-      qkv_bias_key: the key that says whether q, k and v have biases; None: they do if `layer_bias` holds.
-      kv_heads_key: the key of the number of heads of keys and values; None: there are as many as of queries.
-      positions: see `VisionArch`.
-      windows: all layers but those of `fullatt_block_indexes` have windows of `window_size` pixels.
-      merger: see `VisionArch`. Of "projected", "product", "halved" and "pooled" keys stand beside the tower's object.
-        Of the last three, and with class tokens, all images have `image_size`.
-      feature_layer: the layer whose output the model reads, where the key `vision_feature_layer` beside the tower's
-        object is missing: -1 for the last one, -2 for the one before it. None: there is no key, and it is the last.
-      out_size_told: of "mlp" and "gated", that the tower's object says the decoder's size.
-      merger_norm: of "halved" and "square", that the norm is there.
-      merger_norm_key: the key beside the tower's object that says it; None: it holds as told here.
-      merger_ffn_beside: the key there of the F of "halved" and "square"; None: it follows from other sizes.
-      merger_eps: see `VisionArch`; None: it follows from the merger.
-      required, required_beside: what keys of the tower's object, and those beside it, must say, where they are there,
-        since nothing else is built; a list of that one value will do, too.
-      defaults_beside: values of keys beside the tower's object that config.json may leave out.
-      turns: see `VisionArch`.
-      has_lines, joins_tiles, ahead: see `VisionArch`.
-      ahead_key: the decoder's key that says "vision" if `ahead` holds; None: it does.
-      ahead_told: what it says where it is missing.
-      encoder_free: there are no layers. A patch is a whole square, whose pixels pass a norm before their product.
-      frames: in a patch, where config.json doesn't say it.
-      frames_told: config.json may say it; else what it says means nothing.
-      mean, std: see `VisionArch`.
-      own_pixels: these are the tower's own, and the folder's processor does not normalize.
-      keys: what keys of the tower are called, if not as in Qwen3-VL, by their names there.
-      ffn_key: the key of F; None: it is `mlp_ratio` times M.
-      layer_bias_key: the key that says whether `layer_bias` holds; None: it does.
-      merger_ffn_key: the key of a "gated" merger's F; None: it is the decoder's size for each channel of pixels.
-      defaults: values of keys that `vision_config` may leave out.
-    """
-
-    image_token_id: int
-    video_token_id: int | None
-    deepstack_layers: tuple[int, ...] | None
-    sections: tuple[int, int, int] | None
-    takes_turns: bool = True
-    activations: tuple[str, ...] = ("gelu_pytorch_tanh",)
-    gated: bool = False
-    root_norms: bool = False
-    patch_bias: bool = True
-    layer_bias: bool = True
-    first_norm: bool = False
-    first_norm_last: bool = False
-    last_norm: bool = False
-    norm_eps: float = 1e-6
-    sandwich: bool = False
-    head_norms: bool = False
-    class_token: bool = False
-    layer_scales: bool = False
-    norm_key: str | None = None
-    joint_norms_key: str | None = None
-    qkv_bias_key: str | None = None
-    kv_heads_key: str | None = None
-    value_norms: bool = False
-    attention_scale: float | None = None
-    rope_alternates: bool = False
-    positions: Positions = "square"
-    windows: bool = False
-    merger: Merging = "mlp"
-    feature_layer: int | None = None
-    out_size_told: bool = True
-    merger_norm: bool = True
-    merger_norm_key: str | None = None
-    merger_ffn_beside: str | None = None
-    merger_eps: float | None = None
-    turns: bool = True
-    has_lines: bool = False
-    joins_tiles: bool = False
-    ahead: Ahead = "nowhere"
-    ahead_key: str | None = None
-    ahead_told: str | None = None
-    encoder_free: bool = False
-    frames: int = 2
-    frames_told: bool = True
-    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    own_pixels: bool = False
-    required: Mapping[str, bool | float | str] = field(default_factory=dict)
-    required_beside: Mapping[str, bool | float | str] = field(default_factory=dict)
-    defaults_beside: Mapping[str, Any] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    ffn_key: str | None = "intermediate_size"
-    layer_bias_key: str | None = None
-    merger_ffn_key: str | None = "intermediate_size"
-    defaults: Mapping[str, Any] = field(
-        default_factory=lambda: {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16}
-    )
-
-    @property
-    def has_one_size(self) -> bool:
-        """Whether all images have `image_size`."""
-        return self.class_token or self.joins_tiles or self.merger in ("pooled", "product", "halved")
-
-
-@dataclass(frozen=True)
-class HearingFamily:
-    """What the name of an architecture implies of its tower that hears, which is Whisper's encoder (arXiv 2212.04356).
-
-    Attributes:
-      audio_token_key: the key of the placeholder of sounds.
-      audio_token_id: which one it is where config.json doesn't say it.
-      merger: see `VisionArch`: of "square" an MLP without biases reads as many positions as make the tower's F numbers,
-        of "averaged" two positions.
-      hears_all: see `SoundShape`.
-      keys: what keys of the tower are called, if not as in Qwen2-Audio, by their names there.
-      required_beside: see `VisionFamily`.
-      defaults: values of keys that `audio_config` may leave out, by the names that it has.
-    """
-
-    audio_token_key: str
-    audio_token_id: int
-    merger: Literal["square", "averaged"]
-    hears_all: bool
-    keys: Mapping[str, str] = field(default_factory=dict)
-    required_beside: Mapping[str, bool | float | str] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.family import Family, MoeFamily, VisionFamily
+from jaxsgl.models.family import Family, MoeFamily
 from jaxsgl.models.grouped_config import read_group_ropes, read_group_types, read_grouped_mixers, with_hashed
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, Index, KvHeads, Latent, LayerSpec, Mixer, MoeMlp, RecurrentNet
 from jaxsgl.models.own_parts_config import (
@@ -36,6 +36,7 @@ from jaxsgl.models.recurrent_config import (
     skip_recurrent_net,
 )
 from jaxsgl.models.rope import RopeParams, read_rope
+from jaxsgl.models.towers.family import VisionFamily
 from pallas_kernels import Router
 from pallas_kernels.routing import Score
 

@@ -471,8 +471,8 @@ def around_zeros(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece
 
 def squares_by_patch(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Weights `[out, M * 4]` of squares of patches, whose numbers lie by channel, to those of patches one by one."""
-    assert arch.vision is not None
-    by_channel = tensors[0].reshape(len(tensors[0]), arch.vision.hidden_size, -1)
+    assert arch.tower is not None
+    by_channel = tensors[0].reshape(len(tensors[0]), arch.tower.hidden_size, -1)
     yield Piece((), by_channel.transpose(0, 2, 1).reshape(tensors[0].shape))
 
 
@@ -483,15 +483,15 @@ def convolved_squares(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[
 
 def patches_by_pixel(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Weights `[M, C]` of patches whose numbers lie pixel by pixel, to those of patches that lie channel by channel."""
-    assert arch.vision is not None
-    by_pixel = tensors[0].reshape(len(tensors[0]), -1, arch.vision.channels)
+    assert arch.tower is not None
+    by_pixel = tensors[0].reshape(len(tensors[0]), -1, arch.tower.patches.channels)
     yield Piece((), by_pixel.transpose(0, 2, 1).reshape(tensors[0].shape))
 
 
 def pixels_by_channel(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The same of what pixels of a patch have, `[C]`."""
-    assert arch.vision is not None
-    yield Piece((), tensors[0].reshape(-1, arch.vision.channels).transpose(1, 0).reshape(-1))
+    assert arch.tower is not None
+    yield Piece((), tensors[0].reshape(-1, arch.tower.patches.channels).transpose(1, 0).reshape(-1))
 
 
 def table_by_axis(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -516,10 +516,11 @@ def all_but_first(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piec
 
 def axial_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """q, k and v `[M, M]` of a tower one after the other; see `axial_norm`."""
-    assert arch.vision is not None
+    assert arch.tower is not None
     q, k, v = tensors
     turned = (
-        each.reshape(arch.vision.num_heads, 4, -1, each.shape[-1])[:, _AXIAL].reshape(each.shape) for each in (q, k)
+        each.reshape(arch.tower.layers.num_heads, 4, -1, each.shape[-1])[:, _AXIAL].reshape(each.shape)
+        for each in (q, k)
     )
     yield from in_rows(arch, (*turned, v))
 

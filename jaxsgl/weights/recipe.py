@@ -114,7 +114,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     of learned positions; TT of types of tokens; S streams, SS shares of each in each, and R numbers of what stands
     next to attention (`models/streams.py`); DI and DO inputs and outputs of a matrix after pooling.
 
-    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, side and F,
+    Those that begin with V and go on are of the tower: its hidden size, its F, the merger's width, side and F,
     pixels, a patch, a head; rows of its table of positions, one more, those of an axis, axes, and 1; bins and taps of
     one that hears. Those with L are of a latent: what queries are made of, C, C + R; of all heads their queries, what
     makes keys and values, and values; of an index its keys, its heads, and all their queries. Those with G are of what
@@ -128,7 +128,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
 
     `layer` is one whose heads and MLP are meant, where layers differ; None: those of the model.
     """
-    mixture, vision, latent, net = arch.mixture, arch.vision, arch.latent, arch.recurrent_net
+    mixture, tower, latent, net = arch.mixture, arch.tower, arch.latent, arch.recurrent_net
     ffn_size = arch.ffn_size
     if layer is not None:
         mlp, arch = arch.layers[layer].mlp, arch.with_heads_of(arch.layers[layer])
@@ -151,28 +151,28 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
             "GCV": net.key_heads * net.channels + net.value_heads * net.value_size,
             "GI": net.key_heads * net.channels + net.value_heads * (net.value_size + net.num_gates),
         }
-    of_vision = {}
-    if vision is not None:
-        of_vision = {
-            "VM": vision.hidden_size,
-            "V3M": vision.hidden_size + 2 * vision.kv_size,
-            "VF": vision.ffn_size,
-            "VG": vision.table_len,
+    of_tower = {}
+    if tower is not None:
+        of_tower = {
+            "VM": tower.hidden_size,
+            "V3M": tower.hidden_size + 2 * tower.layers.kv_size,
+            "VF": tower.layers.ffn_size,
+            "VG": tower.table_len,
             "V1": 1,
-            "V1G": 1 + vision.table_len,
-            "VA": vision.table_side,
+            "V1G": 1 + tower.table_len,
+            "VA": tower.positioning.side,
             "V2": 2,
-            "VH": vision.head_dim,
-            "VC": vision.patch_len,
-            "VW": vision.merged_size,
-            "VS": vision.merge_size,
-            "VU": vision.merger_ffn_size,
-            "VUH": vision.merger_ffn_size // 2,
-            "VI": vision.channels,
-            "VB": 0 if vision.sound is None else vision.sound.bins,
+            "VH": tower.layers.head_dim,
+            "VC": tower.patch_len,
+            "VW": tower.merged_size,
+            "VS": tower.merger.side,
+            "VU": tower.merger.ffn_size,
+            "VUH": tower.merger.ffn_size // 2,
+            "VI": tower.patches.channels,
+            "VB": 0 if tower.sound is None else tower.sound.bins,
             "V3": 3,
-            "VT": vision.temporal_patch_size,
-            "VP": vision.patch_size,
+            "VT": tower.patches.frames,
+            "VP": tower.patches.size,
         }
     of_latent = {}
     if latent is not None:
@@ -191,7 +191,7 @@ def sizes(arch: ModelArch, layer: int | None = None) -> dict[str, int]:
     for index, module in enumerate(arch.folder_pooling.dense):
         of_dense |= {f"DI{index}": module.num_inputs, f"DO{index}": module.num_outputs}
     return {
-        **of_vision,
+        **of_tower,
         **of_dense,
         **of_latent,
         **of_grouped,

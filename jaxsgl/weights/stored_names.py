@@ -289,7 +289,7 @@ def own_name(name: str, arch: ModelArch) -> str | None:
     if arch.name not in _BESIDE_TOWER:
         return name
     if name.startswith(_BESIDE_TOWER[arch.name]):
-        return name if arch.vision is not None and arch.vision.has_tower else None
+        return name if arch.tower is not None and arch.tower.has_tower else None
     if name.startswith(_NEVER_SERVED):
         return None
     return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name

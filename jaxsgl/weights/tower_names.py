@@ -1,4 +1,4 @@
-"""What checkpoints call the tensors of towers, and how these fill the parameters of `models/vision/tower.py`.
+"""What checkpoints call the tensors of towers, and how these fill the parameters of `models/towers/tower.py`.
 
 Owns these tables, one for each form of tower, by the names that recipes have (`stored_names.py`). Never knows files.
 `quantized.py`, through which the loader reads all tables, asks here for a parameter's recipe.
@@ -274,21 +274,21 @@ _NUMBERED = re.compile(r"model\.vision_\w+\.(?:encoder|transformer)\.layers\.(\d
 
 def is_unread(name: str, arch: ModelArch) -> bool:
     """Whether a tensor is of a part of a tower that the model doesn't read: layers after the last one that counts."""
-    tower = arch.vision
+    tower = arch.tower
     if tower is None or not name.startswith(("model.vision_", _VISUAL)):
         return False
     if name.startswith(_UNREAD_PARTS):
         return True
     of_layer = _NUMBERED.match(name)
-    is_behind = of_layer is not None and int(of_layer[1]) >= tower.num_layers
-    return is_behind or (not tower.last_norm and name.endswith(_UNREAD))
+    is_behind = of_layer is not None and int(of_layer[1]) >= tower.layers.count
+    return is_behind or (not tower.norms.last and name.endswith(_UNREAD))
 
 
 def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
     """The recipe of the parameter at `path`; None unless it belongs to a vision tower."""
     if path[0] != "visual":
         return None
-    assert arch.vision is not None
+    assert arch.tower is not None
     own = ".".join(map(str, path[1:]))
     is_bias = own.endswith("_bias")
     of = _TOWERS.get(arch.name, _QWEN3_VL)[own.removesuffix("_bias")]
@@ -302,6 +302,6 @@ def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
             of_row = pieces.as_is if len(names) == 1 else pieces.in_rows
     if "{}" not in names[0]:
         return Recipe(tuple(Source(name + ending, axes) for name in names), of_row)
-    count = len(arch.vision.deepstack_layers) if own.startswith("deepstack.") else arch.vision.num_layers
+    count = len(arch.tower.layers.taps) if own.startswith("deepstack.") else arch.tower.layers.count
     sources = tuple(Source(name.format(index) + ending, axes) for index in range(count) for name in names)
     return Recipe(sources, partial(pieces.stacked_rows, of_row, count))

@@ -316,7 +316,7 @@ def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
 def test_a_server_without_the_tower_refuses_images(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     engine = engine_of(tmp_path, 16, vision=VisionConfig(language_only=True))
-    assert engine.arch.vision is None and engine.capacity.limits.media is None
+    assert engine.arch.tower is None and engine.capacity.limits.media is None
     text, images = request("text", [], 1), request("images", [(1, 2, 2)], 2)
     mailbox = serve(engine, [[text, images]])
     assert is_greedy(model, text, mailbox.output_ids("text"))

@@ -35,8 +35,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def merge_of(engine: Engine) -> int:
-    assert engine.arch.vision is not None
-    return engine.arch.vision.merge_size
+    assert engine.arch.tower is not None
+    return engine.arch.tower.merger.side
 
 
 def mixture(merge: int) -> list[Request]:

@@ -79,7 +79,7 @@ def test_the_model_and_its_kernels_are_compared_and_images_are_refused(tiny_conf
     arch = read_arch(config, folder)
     check_hosts(folder, arch, KernelChoice(), hosts)
     assert set(hosts.told) == {"the models", "the kernels"}
-    seeing: Any = SimpleNamespace(name="Seeing", vision=object())
+    seeing: Any = SimpleNamespace(name="Seeing", tower=object())
     with pytest.raises(ConfigError, match=r"Seeing takes images, .* give --language-only"):
         check_hosts(folder, seeing, KernelChoice(), hosts)
 

@@ -27,13 +27,31 @@ from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import arch_from_folder
 from jaxsgl.models.tensor_parallel import TENSOR_AXIS
-from jaxsgl.models.vision.arch import VisionArch
+from jaxsgl.models.towers.arch import (
+    LayerShape,
+    MergerShape,
+    Norms,
+    PatchShape,
+    Positioning,
+    TowerArch,
+    TowerTokens,
+)
 from pallas_kernels.tpu.common import refuse_pages
 from tests.plain_model import mesh_of
 
 GIB = 2**30
 BFLOAT16 = jnp.dtype("bfloat16")
 BUNDLED = arch_from_folder(Path(jaxsgl.__file__).parent / "bundled_model")
+TOWER = TowerArch(
+    hidden_size=8,
+    out_size=BUNDLED.hidden_size,
+    patches=PatchShape(size=16, frames=2, channels=3),
+    positioning=Positioning("square", side=8),
+    norms=Norms(),
+    layers=LayerShape(count=1, num_heads=1, head_dim=8, ffn_size=8),
+    merger=MergerShape("mlp", side=2),
+    tokens=TowerTokens(image_id=1, video_id=2),
+)
 PAGE = LayerStates((attention_state(8, 16, 128, jnp.dtype("bfloat16")),) * 4, page_size=16)
 
 
@@ -224,8 +242,7 @@ def test_pictures_of_a_request_may_fill_its_context_within_the_flag(
     flags: dict[str, Any], max_tokens: int, max_items: int
 ) -> None:
     """And within the pool of embeddings, if a step extends the whole prompt."""
-    tower = VisionArch(1, 8, 1, 8, BUNDLED.hidden_size, 16, 2, 3, 2, 8, (), image_token_id=1, video_token_id=2)
-    config, arch = EngineConfig(**flags), replace(BUNDLED, vision=tower, max_context=100_000)
+    config, arch = EngineConfig(**flags), replace(BUNDLED, tower=TOWER, max_context=100_000)
     limits = media_limits(config, arch, tower_capacity(config, arch, "cpu"))
     assert limits is not None
     assert (limits.max_request_patches, limits.max_items) == (4 * max_tokens, max_items)
@@ -238,8 +255,7 @@ def test_pictures_of_a_request_may_fill_its_context_within_the_flag(
 def test_sharing_images_says_that_it_breaks_the_bound_on_the_time_between_tokens(
     max_itl_ms: float | None, num_devices: int, shares: bool, is_told: bool
 ) -> None:
-    tower = VisionArch(1, 8, 1, 8, BUNDLED.hidden_size, 16, 2, 3, 2, 8, (), image_token_id=1, video_token_id=2)
     scheduling = SchedulingConfig(max_itl_ms=max_itl_ms)
     config = EngineConfig(tp=num_devices, vision=VisionConfig(mm_enable_dp_encoder=shares), scheduling=scheduling)
-    warning = slow_images(config, tower_capacity(config, replace(BUNDLED, vision=tower), "cpu"))
+    warning = slow_images(config, tower_capacity(config, replace(BUNDLED, tower=TOWER), "cpu"))
     assert (warning is not None and warning.startswith("--max-itl-ms 30 doesn't hold")) == is_told

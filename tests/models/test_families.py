@@ -408,8 +408,8 @@ def test_hybrids_as_they_are_published_are_understood(tmp_path: Path) -> None:
     tower = {"depth": 2, "deepstack_visual_indexes": [], "out_hidden_size": LLAMA["hidden_size"]}
     beside = {"vision_config": tower, "image_token_id": 7, "language_model_only": False}
     seeing = arch_of(tmp_path, {**whole, **beside})
-    assert seeing is not None and seeing.vision is not None
-    assert (seeing.vision.image_token_id, seeing.vision.video_token_id) == (7, 248_057)
+    assert seeing is not None and seeing.tower is not None
+    assert (seeing.tower.tokens.image_id, seeing.tower.tokens.video_id) == (7, 248_057)
 
 
 def test_qwen3_coder_as_it_is_published_is_understood(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, pack
 from jaxsgl.engine.encoding import patches_of_call
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import abstract_model, arch_from_folder
+from jaxsgl.models.towers.arch import LayerShape
 from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.requests.media import SoundShape
 from jaxsgl.weights import load_params
@@ -69,7 +70,7 @@ def test_chunks_have_the_rows_of_transformers_tower(
     """Of an odd number of patches that are heard the last one makes no token, but others look at it."""
     model = make_model(tmp_path, kind, **tower)
     arch, settings = arch_from_folder(tmp_path), load_settings(tmp_path)
-    assert arch.vision is not None and settings is not None and settings.sound == arch.vision.sound == shape
+    assert arch.tower is not None and settings is not None and settings.sound == arch.tower.sound == shape
     items = [sound(0, shape, filled, filled) for filled in (shape.num_patches, 17, 2, 30)]
     with torch.no_grad():
         given = taken(model, items)
@@ -86,7 +87,7 @@ def test_chunks_have_the_rows_of_transformers_tower(
     visual = nnx.merge(graphdef, params).visual
     assert visual is not None
     size = 5 * shape.num_patches  # one is padding
-    capacity = TowerCapacity(TowerShape(shape.merge, 0, arch.vision.patch_len, sound=shape), 1000, size)
+    capacity = TowerCapacity(TowerShape(shape.merge, 0, arch.tower.patch_len, sound=shape), 1000, size)
     stops = np.cumsum([item.length for item in items])
     places = [np.arange(stop - item.length, stop, dtype=np.int32) for item, stop in zip(items, stops, strict=True)]
     call = pack([list(zip(items, places, strict=True))], EncodeBucket(size), capacity)
@@ -103,11 +104,11 @@ def test_chunks_have_the_rows_of_transformers_tower(
 def test_published_folders_are_read(config: dict[str, Any], tokens: int, num_layers: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     arch, settings = arch_from_folder(tmp_path), load_settings(tmp_path)
-    assert arch.vision is not None and settings is not None and settings.sound == arch.vision.sound
-    tower = arch.vision
-    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.ffn_size) == (32, 1280, 20, 5120)
-    assert (tower.image_patches, tower.image_tokens, tower.out_size) == (1500, tokens, arch.hidden_size)
-    assert tower.image_token_id == settings.image_token_id == (24 if config is VOXTRAL else 151646)
+    assert arch.tower is not None and settings is not None and settings.sound == arch.tower.sound
+    tower = arch.tower
+    assert tower.layers == LayerShape(32, num_heads=20, head_dim=64, ffn_size=5120, activation="gelu")
+    assert (tower.image_patches, tower.tokens.most, tower.out_size) == (1500, tokens, arch.hidden_size)
+    assert tower.tokens.image_id == settings.image_token_id == (24 if config is VOXTRAL else 151646)
     assert (arch.num_layers, arch.head_dim) == (num_layers, 128)
 
 

@@ -429,10 +429,10 @@ def test_the_text_of_a_model_that_sees_images_is_its_decoders(tmp_path: Path, ca
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
     save_file(tensors, tmp_path / "whole" / "model.safetensors")
     seeing = arch_from_folder(tmp_path / "whole")
-    assert seeing.vision is not None and seeing.vision.deepstack_layers == () and seeing.vision.row_len == hidden
+    assert seeing.tower is not None and seeing.tower.layers.taps == () and seeing.tower.row_len == hidden
     language = EngineConfig(model=str(tmp_path / "whole"), vision=VisionConfig(language_only=True))
     arch = read_arch(language, tmp_path / "whole")
-    assert arch.vision is None
+    assert arch.tower is None
     with caplog.at_level("INFO"):
         params = load_params(tmp_path / "whole", arch, jnp.dtype("float32"), mesh_of())
     prompt = list(range(3, 12))

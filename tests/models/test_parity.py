@@ -249,7 +249,7 @@ def test_the_text_of_a_llama_4_is_that_of_the_whole_model(tmp_path: Path) -> Non
         expected = whole(input_ids=tokens).logits[0].numpy()
     assert expected.std() > 0.2
     np.testing.assert_allclose(checkpoint_logits(tmp_path, tokens[0].tolist()), expected, atol=ATOL)
-    assert arch_from_folder(tmp_path).vision is None
+    assert arch_from_folder(tmp_path).tower is None
 
 
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from jaxsgl.engine.start.model_flags import check_stages
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.layer_spec import ChannelDeltaNet, DenseMlp, KvHeads, Latent, MoeMlp
+from jaxsgl.models.towers.arch import Norms
 
 HY3: dict[str, Any] = {
     "architectures": ["HYV3ForCausalLM"], "model_type": "hy_v3", "hidden_size": 4096, "intermediate_size": 13312,
@@ -246,7 +247,7 @@ def test_gemma_3n_is_understood(tmp_path: Path) -> None:
     assert [layer.keys_from for layer in arch.layers] == [None] * 5 + [3] * 4 + [4]
     assert [layer.mlp for layer in arch.layers] == [DenseMlp(8192, 0.95)] * 4 + [DenseMlp(8192)] * 6
     assert [arch.ropes[layer.rope or 0].theta for layer in arch.layers] == ([1e4] * 4 + [1e6]) * 2
-    assert (arch.attention_scale, arch.logits_cap, arch.vision, arch.tie_embeddings) == (1.0, 30.0, None, True)
+    assert (arch.attention_scale, arch.logits_cap, arch.tower, arch.tie_embeddings) == (1.0, 30.0, None, True)
     text = GEMMA_3N_E2B["text_config"]
     told = [DenseMlp(8192, 0.95)] * 10 + [DenseMlp(8192)] * 2
     many = {
@@ -282,7 +283,7 @@ def test_mimo_v2_flash_is_understood(tmp_path: Path) -> None:
 
 def test_the_text_of_kimi_k25_is_understood_wherever_it_says_how_it_is_quantized(tmp_path: Path) -> None:
     arch = read(tmp_path, KIMI_K25)
-    assert arch.vision is None and not arch.tie_embeddings and arch.eos_token_ids == (163585,)
+    assert arch.tower is None and not arch.tie_embeddings and arch.eos_token_ids == (163585,)
     assert arch.latent == Latent(q_rank=1536, kv_rank=512, rotated=64, unrotated=128, value=128)
     assert arch.mixture is not None and arch.mixture.num_experts == 384
     assert arch.weight_format is not None
@@ -361,12 +362,13 @@ def test_coheres_mixtures_are_understood_in_all_their_forms(tmp_path: Path) -> N
 
 def test_glm_ocr_is_understood(tmp_path: Path) -> None:
     arch = read(tmp_path, GLM_OCR)
-    tower = arch.vision
-    assert tower is not None and (tower.table_side, tower.ffn_size, tower.merger_ffn_size) == (0, 4096, 4608)
-    assert tower.layer_bias and tower.head_norms and not tower.value_norms and not tower.first_norm
+    tower = arch.tower
+    assert tower is not None and (tower.layers.ffn_size, tower.merger.ffn_size) == (4096, 4608)
+    assert tower.layers.bias and tower.positioning.learned == "none"
+    assert tower.norms == Norms("root", eps=1e-5, last=True, heads="each")
     assert (arch.head_dim, arch.ropes[0].sections, arch.ropes[0].rotary_dim) == (128, (16, 24, 24), None)
     bare = {**GLM_OCR, "vision_config": {**GLM_OCR["vision_config"], "attention_bias": False}}
-    assert read(tmp_path, bare).vision == replace(tower, layer_bias=False)
+    assert read(tmp_path, bare).tower == replace(tower, layers=replace(tower.layers, bias=False))
 
 
 def test_apertus_and_minitron_are_understood(tmp_path: Path) -> None:

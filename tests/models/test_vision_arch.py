@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.rope import axis_of_pairs
+from jaxsgl.models.towers.arch import LayerShape, MergerShape, Norms, PatchShape, Pixels, Positioning, TowerTokens
 from tests.checkpoints import configuration
 from tests.vision_models import IDS, KINDS, TEXT, TOWERS, VISION
 
+CLIP_PIXELS = Pixels(tuple(OPENAI_CLIP_MEAN), tuple(OPENAI_CLIP_STD))
 # As on the hub, where transformers 4 wrote it.
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -45,10 +48,10 @@ def test_a_hub_config_gives_tower_and_rope(tmp_path: Path) -> None:
         json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]})
     )
     arch = read(tmp_path)
-    assert arch.vision is not None
+    assert arch.tower is not None
     assert arch.ropes[0].sections == (4, 2, 2) and arch.ropes[0].theta == 5_000_000
-    assert (arch.vision.table_side, arch.vision.deepstack_layers, arch.vision.row_len) == (5, (0, 2), 3 * 64)
-    assert (arch.vision.mean, arch.vision.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert (arch.tower.positioning.side, arch.tower.layers.taps, arch.tower.row_len) == (5, (0, 2), 3 * 64)
+    assert (arch.tower.patches.pixels.mean, arch.tower.patches.pixels.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 
 @pytest.mark.parametrize(
@@ -148,12 +151,12 @@ def read_values(folder: Path, values: dict[str, Any]) -> ModelArch:
 
 def test_a_published_config_of_qwen2_5_vl_gives_windows_and_pairs_in_order(tmp_path: Path) -> None:
     arch = read_values(tmp_path, QWEN2_5_VL)
-    tower, rope = arch.vision, arch.ropes[0]
+    tower, rope = arch.tower, arch.ropes[0]
     assert tower is not None
-    assert (tower.hidden_size, tower.ffn_size, tower.out_size, tower.row_len) == (1280, 3420, 2048, 2048)
-    assert (tower.window, tower.full_layers, tower.table_side) == (4, (7, 15, 23, 31), 0)
-    assert tower.gated and tower.root_norms and not tower.patch_bias and tower.activation == "silu"
-    assert tower.mean[0] == 0.48145466 and tower.std[2] == 0.27577711
+    assert (tower.hidden_size, tower.out_size, tower.row_len) == (1280, 2048, 2048)
+    assert tower.layers == LayerShape(32, 16, 80, 3420, activation="silu", gated=True, window=4, full=(7, 15, 23, 31))
+    assert tower.positioning == Positioning() and tower.norms == Norms("root")
+    assert not tower.patches.bias and tower.patches.pixels == CLIP_PIXELS
     assert (rope.sections, rope.takes_turns, rope.theta) == ((16, 24, 24), False, 1e6)
     assert axis_of_pairs(rope, 128).tolist() == [0] * 16 + [1] * 24 + [2] * 24
     assert arch.attention_bias and not arch.attention_out_bias and arch.tie_embeddings
@@ -161,10 +164,10 @@ def test_a_published_config_of_qwen2_5_vl_gives_windows_and_pairs_in_order(tmp_p
 
 
 def test_a_published_config_of_qwen2_vl_gives_a_tower_without_windows(tmp_path: Path) -> None:
-    tower = read_values(tmp_path, QWEN2_VL).vision
+    tower = read_values(tmp_path, QWEN2_VL).tower
     assert tower is not None
-    assert (tower.hidden_size, tower.ffn_size, tower.out_size, tower.window) == (1280, 5120, 1536, 0)
-    assert not tower.gated and not tower.root_norms and tower.activation == "quick_gelu"
+    assert (tower.hidden_size, tower.out_size, tower.norms) == (1280, 1536, Norms())
+    assert tower.layers == LayerShape(32, 16, 80, 5120, activation="quick_gelu")
 
 
 @pytest.mark.parametrize("published", [QWEN2_VL, QWEN2_5_VL], ids=["qwen2_vl", "qwen2_5_vl"])
@@ -273,12 +276,13 @@ GLM4_5V: dict[str, Any] = {
 def test_a_published_config_of_glm_45v_gives_a_tower_and_three_positions(tmp_path: Path) -> None:
     """With the shapes of its published tensors: F of the tower's layers is D, and its merger's is another one."""
     arch = read_values(tmp_path, GLM4_5V)
-    tower, rope = arch.vision, arch.ropes[0]
+    tower, rope = arch.tower, arch.ropes[0]
     assert tower is not None
-    assert (tower.hidden_size, tower.ffn_size, tower.merger_ffn_size, tower.out_size) == (1536, 4096, 10944, 4096)
-    assert (tower.table_side, tower.table_len, tower.positions, tower.row_len) == (24, 576, "cubic", 4096)
-    assert (tower.image_token_id, tower.video_token_id, tower.norm_eps) == (151_363, 151_364, 1e-5)
-    assert tower.patch_bias and not tower.layer_bias and (tower.mean[0], tower.std[2]) == (0.48145466, 0.27577711)
+    assert (tower.hidden_size, tower.out_size, tower.row_len) == (1536, 4096, 4096)
+    assert (tower.layers.ffn_size, tower.layers.bias, tower.merger.ffn_size) == (4096, False, 10944)
+    assert (tower.positioning, tower.table_len) == (Positioning("cubic", side=24), 576)
+    assert (tower.tokens, tower.norms.eps) == (TowerTokens(151_363, 151_364, pad_id=151_329), 1e-5)
+    assert tower.patches.bias and tower.patches.pixels == CLIP_PIXELS
     assert (rope.sections, rope.takes_turns, rope.rotary_dim, rope.interleaved) == ((8, 12, 12), False, 64, False)
     assert arch.attention_bias and not arch.attention_out_bias and arch.qk_norm is None and arch.next_layer is None
     text = {key: value for key, value in GLM4_5V["text_config"].items() if not key.startswith(("rope", "partial"))}
@@ -376,16 +380,16 @@ MISTRAL3: dict[str, Any] = {
 
 def test_a_published_config_of_mistral_3_gives_a_tower_and_lines(tmp_path: Path) -> None:
     arch = read_values(tmp_path, MISTRAL3)
-    tower = arch.vision
-    assert tower is not None and tower.has_lines and not arch.has_axes
-    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.out_size) == (24, 1024, 16, 5120)
-    assert (tower.patch_len, tower.image_token_id, tower.video_token_id) == (3 * 14 * 14, 10, -1)
-    assert tower.merger == "projected" and not (tower.merger_bias or tower.layer_bias or tower.patch_bias)
-    assert (tower.norm_eps, tower.merger_eps, tower.activation) == (1e-5, 1e-5, "silu")
-    assert read_values(tmp_path, {**MISTRAL3, "multimodal_projector_bias": True}).vision == replace(
-        tower, merger_bias=True
-    )
-    assert read_values(tmp_path, {**MISTRAL3, "vision_config": None}).vision is None
+    tower = arch.tower
+    assert tower is not None and not arch.has_axes
+    assert (tower.hidden_size, tower.out_size, tower.patch_len) == (1024, 5120, 3 * 14 * 14)
+    assert tower.layers == LayerShape(24, 16, 64, 4096, activation="silu", gated=True, bias=False)
+    assert tower.tokens == TowerTokens(image_id=10, has_lines=True) and not tower.patches.bias
+    assert tower.norms == Norms("root", eps=1e-5, first=True)
+    assert tower.merger == MergerShape("projected", 2, norm="root", eps=1e-5, bias=False)
+    with_bias = read_values(tmp_path, {**MISTRAL3, "multimodal_projector_bias": True})
+    assert with_bias.tower == replace(tower, merger=replace(tower.merger, bias=True))
+    assert read_values(tmp_path, {**MISTRAL3, "vision_config": None}).tower is None
 
 
 @pytest.mark.parametrize(
@@ -464,19 +468,20 @@ INTERNVL: dict[str, Any] = {
 def test_a_published_config_of_internvl_gives_a_tower_of_tiles(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.485, 0.456, 0.406]}))
     arch = read_values(tmp_path, INTERNVL)
-    tower = arch.vision
-    assert tower is not None and not arch.has_axes and not tower.sees_ahead and tower.class_token
-    assert (tower.num_layers, tower.hidden_size, tower.head_dim, tower.ffn_size) == (45, 3200, 128, 12800)
-    assert (tower.image_side, tower.image_tokens, tower.table_len, tower.merged_size) == (32, 256, 1024, 12800)
-    assert tower.root_norms and tower.joint_norms and tower.layer_bias and not tower.qkv_bias
-    assert (tower.image_token_id, tower.video_token_id, tower.mean[0]) == (151_667, -1, 0.485)
+    tower = arch.tower
+    assert tower is not None and not arch.has_axes and not tower.tokens.sees_ahead and tower.patches.class_token
+    assert (tower.hidden_size, tower.table_len, tower.merged_size) == (3200, 1024, 12800)
+    assert tower.layers == LayerShape(45, 25, 128, 12800, activation="gelu", qkv_bias=False, scales=True)
+    assert tower.norms == Norms("root", heads="joint")
+    assert tower.tokens == TowerTokens(image_id=151_667, most=256) and tower.positioning.image_side == 32
+    assert tower.patches.pixels.mean[0] == 0.485
     assert arch.attention_bias and arch.tie_embeddings, "as transformers ties it, unless the tensors differ"
     small = {
         "attention_bias": True, "norm_type": "layer_norm", "use_qk_norm": False, "image_size": 448, "patch_size": 14,
     }  # fmt: skip
     told = {**INTERNVL, "vision_config": INTERNVL["vision_config"] | small, "vision_feature_layer": [-1]}
     found = read_values(tmp_path, told)
-    assert found.vision == replace(tower, root_norms=False, joint_norms=False, qkv_bias=True)
+    assert found.tower == replace(tower, norms=Norms(), layers=replace(tower.layers, qkv_bias=True))
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "llama_untied_llama3_rope", "qwen3", "qwen3_moe"])
@@ -484,8 +489,8 @@ def test_the_decoder_of_internvl_is_that_of_its_own_family(kind: str, tmp_path: 
     text = configuration(kind) | {"torch_dtype": "bfloat16"}
     alone = read_values(tmp_path, text)
     beside = read_values(tmp_path, {**INTERNVL, "text_config": text, "tie_word_embeddings": alone.tie_embeddings})
-    assert beside.vision is not None
-    assert replace(beside, name=alone.name, vision=None) == alone
+    assert beside.tower is not None
+    assert replace(beside, name=alone.name, tower=None) == alone
 
 
 @pytest.mark.parametrize(
@@ -631,35 +636,41 @@ ONEVISION: dict[str, Any] = {
 
 def test_published_configs_of_joined_tiles_give_the_towers_of_one(tmp_path: Path) -> None:
     arch, onevision = read_values(tmp_path, LLAVA_NEXT), read_values(tmp_path, ONEVISION)
-    alone = read_values(tmp_path, LLAVA).vision
+    alone = read_values(tmp_path, LLAVA).tower
     assert arch.name == "LlavaNextMistralForConditionalGeneration" and onevision.tie_embeddings
-    assert alone is not None and arch.vision is not None and onevision.vision is not None
-    assert arch.vision == replace(alone, joins_tiles=True, image_tokens=0)
-    found = onevision.vision
-    assert (found.num_layers, found.image_side, found.merger, found.joins_tiles) == (26, 27, "plain", True)
-    assert (found.class_token, found.last_norm, found.image_token_id) == (False, False, 151_646)
+    assert alone is not None and arch.tower is not None and onevision.tower is not None
+    assert arch.tower == replace(alone, tokens=replace(alone.tokens, joins_tiles=True, most=0))
+    found = onevision.tower
+    assert (found.layers.count, found.positioning.image_side, found.merger.kind) == (26, 27, "plain")
+    assert found.tokens == TowerTokens(image_id=151_646, joins_tiles=True)
+    assert not found.patches.class_token and not found.norms.last
 
 
 def test_a_published_config_of_llava_gives_all_layers_of_clip_but_the_last(tmp_path: Path) -> None:
     arch = read_values(tmp_path, LLAVA)
-    tower = arch.vision
+    tower = arch.tower
     assert tower is not None and not arch.has_axes and arch.name == "LlavaForConditionalGeneration"
     assert (arch.hidden_size, arch.num_layers, arch.num_heads, arch.vocab_size) == (4096, 32, 32, 32064)
-    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.merge_size) == (23, 1024, 16, 1)
-    assert (tower.image_side, tower.image_tokens, tower.table_len) == (24, 576, 576)
-    assert (tower.activation, tower.norm_eps, tower.image_token_id) == ("quick_gelu", 1e-5, 32000)
-    assert tower.class_token and tower.first_norm_last and tower.merger_bias and not tower.last_norm
-    assert read_values(tmp_path, {**LLAVA, "vision_feature_layer": [-1]}).vision == replace(tower, num_layers=24)
-    assert read_values(tmp_path, {**LLAVA, "vision_feature_layer": None}).vision == tower
+    assert tower.layers == LayerShape(23, 16, 64, 4096, activation="quick_gelu")
+    assert (tower.hidden_size, tower.table_len) == (1024, 576) and tower.patches.class_token
+    assert tower.positioning == Positioning("square", side=24, image_side=24, turns=False)
+    assert tower.tokens == TowerTokens(image_id=32_000, most=576)
+    assert tower.norms == Norms(eps=1e-5, first=True, first_last=True)
+    assert tower.merger == MergerShape("plain", 1, norm=None, eps=1e-5)
+    whole = read_values(tmp_path, {**LLAVA, "vision_feature_layer": [-1]})
+    assert whole.tower == replace(tower, layers=replace(tower.layers, count=24))
+    assert read_values(tmp_path, {**LLAVA, "vision_feature_layer": None}).tower == tower
 
 
 def test_a_published_config_of_pixtral_gives_a_tower_whose_patches_are_not_merged(tmp_path: Path) -> None:
     arch = read_values(tmp_path, PIXTRAL_12B)
-    tower = arch.vision
-    assert tower is not None and tower.has_lines and not tower.class_token and tower.merger_bias
+    tower = arch.tower
+    assert tower is not None and not tower.patches.class_token
     assert (arch.hidden_size, arch.num_layers, arch.num_heads, arch.head_dim) == (5120, 40, 32, 128)
-    assert (tower.num_layers, tower.hidden_size, tower.num_heads, tower.ffn_size) == (24, 1024, 16, 4096)
-    assert (tower.patch_size, tower.merge_size, tower.image_side, tower.image_token_id) == (16, 1, 0, 10)
+    assert (tower.hidden_size, tower.patches.size, tower.positioning.image_side) == (1024, 16, 0)
+    assert tower.layers == LayerShape(24, 16, 64, 4096, activation="silu", gated=True, bias=False)
+    assert tower.merger == MergerShape("plain", 1, norm=None, eps=1e-5)
+    assert tower.tokens == TowerTokens(image_id=10, has_lines=True)
 
 
 @pytest.mark.parametrize(
@@ -710,10 +721,11 @@ def test_a_flat_config_of_paddleocr_vl_gives_a_tower_of_one_frame(tmp_path: Path
         },
     }  # fmt: skip
     arch = read_values(tmp_path, told)
-    tower = arch.vision
+    tower = arch.tower
     assert tower is not None and arch.has_axes and not arch.tie_embeddings and not arch.ropes[0].interleaved
-    assert (tower.temporal_patch_size, tower.merge_size, tower.table_side, tower.positions) == (1, 2, 27, "edges")
-    assert (tower.out_size, tower.norm_eps, tower.merger_eps, tower.video_token_id) == (1024, 1e-6, 1e-5, -1)
+    assert (tower.patches.frames, tower.out_size, tower.tokens.video_id) == (1, 1024, -1)
+    assert tower.positioning == Positioning("edges", side=27) and tower.norms == Norms(last=True)
+    assert tower.merger == MergerShape("mlp", 2, eps=1e-5)
 
 
 def test_a_config_of_exaone_4_5_gives_a_tower_whose_heads_share_keys(tmp_path: Path) -> None:
@@ -722,9 +734,10 @@ def test_a_config_of_exaone_4_5_gives_a_tower_whose_heads_share_keys(tmp_path: P
     told = config_class(text_config={**TEXT, **text}, vision_config=tower).to_dict()
     told["architectures"] = ["Exaone4_5_ForConditionalGeneration"]
     arch = read_values(tmp_path, told)
-    assert arch.vision is not None and not arch.has_axes and arch.vision.window == 4
-    assert (arch.vision.num_heads, arch.vision.num_kv_heads, arch.vision.kv_size) == (32, 8, 512)
-    assert (arch.vision.image_token_id, arch.vision.video_token_id, arch.vision.ffn_size) == (67, -1, 3420)
+    assert arch.tower is not None and not arch.has_axes
+    assert (layers := arch.tower.layers).window == 4 and layers.ffn_size == 3420
+    assert (layers.num_heads, layers.num_kv_heads, layers.kv_size) == (32, 8, 512)
+    assert (arch.tower.tokens.image_id, arch.tower.tokens.video_id) == (67, -1)
     told["vision_config"]["num_key_value_heads"] = 5
     with pytest.raises(CheckpointError, match="32 heads of vision_config can't share 5 kv heads evenly"):
         read_values(tmp_path, told)
@@ -776,10 +789,12 @@ SMOLVLM: dict[str, Any] = {
 
 def test_a_published_config_of_smolvlm_gives_a_tower_whose_squares_pass_a_product(tmp_path: Path) -> None:
     arch = read_values(tmp_path, SMOLVLM)
-    tower = arch.vision
-    assert tower is not None and not (arch.has_axes or arch.tie_embeddings or tower.merger_bias or tower.turns)
-    assert (tower.image_side, tower.merge_size, tower.image_tokens, tower.merged_size) == (27, 3, 81, 9 * 1152)
-    assert (tower.merger, tower.out_size, tower.image_token_id, tower.mean) == ("product", 2048, 49153, (0.5,) * 3)
+    tower = arch.tower
+    assert tower is not None and not (arch.has_axes or arch.tie_embeddings)
+    assert (tower.out_size, tower.merged_size, tower.patches) == (2048, 9 * 1152, PatchShape(14, 1, 3))
+    assert tower.positioning == Positioning("square", side=27, image_side=27, turns=False)
+    assert tower.merger == MergerShape("product", 3, norm=None, bias=False)
+    assert tower.tokens == TowerTokens(image_id=49_153, most=81)
     smol = {**SMOLVLM, "architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm"}
     assert replace(read_values(tmp_path, smol), name=arch.name) == arch
 
@@ -811,7 +826,8 @@ def test_a_config_of_aya_vision_gives_a_tower_whose_tokens_have_no_mean(tmp_path
     }  # fmt: skip
     told = config_class(text_config={**TEXT, **text}, vision_config=tower, alignment_intermediate_size=36864).to_dict()
     arch = read_values(tmp_path, {**told, "architectures": ["AyaVisionForConditionalGeneration"]})
-    found = arch.vision
-    assert found is not None and arch.centred and found.centred and not found.sees_ahead and not found.last_norm
-    assert (found.image_tokens, found.merger_ffn_size, found.merger_eps, found.num_layers) == (169, 36864, 1e-6, 27)
-    assert (found.image_token_id, found.activation) == (255036, "gelu_pytorch_tanh")
+    found = arch.tower
+    assert found is not None and arch.centred and not found.tokens.sees_ahead and not found.norms.last
+    assert found.merger == MergerShape("halved", 2, ffn_size=36_864, centred=True)
+    assert (found.tokens.image_id, found.tokens.most) == (255_036, 169)
+    assert (found.layers.count, found.layers.activation) == (27, "gelu_pytorch_tanh")

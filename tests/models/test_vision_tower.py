@@ -22,7 +22,7 @@ from jaxsgl.engine.start.sizing import plan_capacity
 from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.engine.weight_store import read_arch
 from jaxsgl.models import Params, abstract_model, arch_from_folder
-from jaxsgl.models.vision.tower import Patches, segment_attention
+from jaxsgl.models.towers.attention import Patches, segment_attention
 from jaxsgl.requests.media import Grid
 from jaxsgl.weights import load_params
 from jaxsgl.wiring import norms_digest
@@ -62,18 +62,18 @@ def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: 
     model = make_model(tmp_path, kind)
     arch = arch_from_folder(tmp_path)
     is_packed = kind.startswith(("qwen", "glm", "exaone"))  # by transformers, too
-    assert arch.vision is not None and arch.has_axes == kind.startswith(("qwen", "glm", "paddle"))
+    assert arch.tower is not None and arch.has_axes == kind.startswith(("qwen", "glm", "paddle"))
     params = load_params(tmp_path, arch, FLOAT32, mesh_of())
     graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
-    merge, positions = arch.vision.merge_size, arch.vision.positions
+    merge, positions = arch.tower.merger.side, arch.tower.positioning.learned
     shape = TowerShape(
-        merge, arch.vision.table_side, arch.vision.patch_len, window=arch.vision.window,
+        merge, arch.tower.positioning.side, arch.tower.patch_len, window=arch.tower.layers.window,
         positions="square" if positions == "none" else positions,
         joined_side=4 if kind in WITH_JOINED else 0,
     )  # fmt: skip
     grids = [(1, 6, 9), (1, 3, 3), (1, 3, 30), (1, 12, 9)] if kind.startswith("gemma4") else GRIDS
-    grids = [SQUARE] * 3 if arch.vision.image_side else grids
-    frames = arch.vision.temporal_patch_size
+    grids = [SQUARE] * 3 if arch.tower.positioning.image_side else grids
+    frames = arch.tower.patches.frames
     items = [image(0, grid, seed, kind in WITH_LINES, frames, merge) for seed, grid in enumerate(grids)]
     if kind in WITH_JOINED:
         items = [joined_image(kind, 0, size, seed) for seed, size in enumerate(JOINED_SIZES)]
@@ -85,9 +85,9 @@ def test_packed_images_have_the_rows_of_transformers_tower(kind: str, tmp_path: 
             assert kind not in OF_GEMMA4 or len(exact.pooler_output) == sum(item.length for item in items)
         else:
             exact = model.model.visual(normalized(model, items), torch.tensor(GRIDS))
-    if arch.vision.centred:
+    if arch.tower.merger.centred:
         exact.pooler_output = exact.pooler_output - exact.pooler_output.mean(-1, keepdim=True)
-    taps = exact.deepstack_features if arch.vision.deepstack_layers else ()
+    taps = exact.deepstack_features if arch.tower.layers.taps else ()
     expected = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in taps)], axis=-1)
 
     @jax.jit

@@ -647,7 +647,7 @@ def test_a_quantized_model_that_sees_images_keeps_its_tower(
     make_model(tmp_path / "plain", kind)
     folder = quantize_folder(tmp_path / "plain", tmp_path / "stored", name, exceptions=exceptions, excepted=excepted)
     found, meant = arch_from_folder(folder), arch_from_folder(folder / "meant")
-    assert found.vision == meant.vision and found.weight_format is not None
+    assert found.tower == meant.tower and found.weight_format is not None
     assert not any(layer.unquantized for layer in found.layers)
     dtype = jnp.dtype("float32")
     loaded: Any = load_params(folder, found, dtype, mesh_of())

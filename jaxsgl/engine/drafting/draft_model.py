@@ -60,7 +60,7 @@ class ModelDrafting(Drafting):
 def check_draft_model(arch: ModelArch, target: ModelArch, context_length: int) -> None:
     """Raises `ConfigError` for a model that can't draft for `target`."""
     keeps_pairs = arch.latent is None and arch.recurrent_net is None and not arch.reading_layers
-    if not keeps_pairs or arch.has_sinks or arch.vision is not None or arch.head != "vocabulary":
+    if not keeps_pairs or arch.has_sinks or arch.tower is not None or arch.head != "vocabulary":
         raise ConfigError(
             f"--speculative-draft-model-path: {arch.name} has latents, states, keys that layers share, sinks, "
             "a vision tower or no head over a vocabulary, with which a model can't draft"

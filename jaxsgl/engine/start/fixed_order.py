@@ -45,7 +45,7 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
     if arch.recurrent_net is not None:
         layers = f"the {arch.recurrent_net.plural} of {arch.name}"
         yield f"{layers} are XLA's, whose order depends on the batch: leave it out"
-    if arch.vision is not None:
+    if arch.tower is not None:
         yield "the vision tower is XLA's, whose order depends on the batch: give --language-only, or leave it out"
     if config.lora.is_on:
         yield "XLA adds adapters up by their places in the pool: leave it out, or --enable-lora and --lora-paths"

@@ -31,7 +31,7 @@ def check_hosts(folder: Path, arch: ModelArch, kernels: KernelChoice, hosts: Hos
     """
     if hosts.size == 1:
         return
-    if arch.vision is not None:
+    if arch.tower is not None:
         raise ConfigError(
             f"{arch.name} takes images, which several hosts (--nnodes) can't encode for now: give --language-only"
         )

@@ -147,7 +147,7 @@ def _check_ranks(config: EngineConfig, arch: ModelArch) -> None:
     """Raises `ConfigError` if ranks can't serve `arch`, or would gain nothing over heads that devices share."""
     if config.num_ranks == 1:
         return
-    if arch.vision is not None:
+    if arch.tower is not None:
         raise ConfigError(
             f"--enable-dp-attention does not go with {arch.name}, which sees images, yet: serve text alone with "
             f"--language-only, or {_WAY_OUT}"
@@ -170,7 +170,7 @@ def check_stages(config: EngineConfig, arch: ModelArch) -> None:
         raise ConfigError(
             f"--pp-size is {config.pp_size}, but {arch.name} has {arch.num_layers} layers: give that or less"
         )
-    if arch.vision is not None:
+    if arch.tower is not None:
         raise ConfigError(f"--pp-size does not work with images for now: give --language-only, or {way_out}")
     if arch.recurrent_net is not None:
         raise ConfigError(f"--pp-size does not work with the {arch.recurrent_net.plural} of {arch.name}: {way_out}")

@@ -77,7 +77,7 @@ class Opened(NamedTuple):
     @property
     def images(self) -> tuple[int, jnp.dtype] | None:
         """Numbers of a row of the pool of images' embeddings, and their dtype; None: it has none."""
-        return None if self.arch.vision is None else (self.arch.vision.row_len, self.precision.activations)
+        return None if self.arch.tower is None else (self.arch.tower.row_len, self.precision.activations)
 
     def kv_scales(self, config: EngineConfig, arch: ModelArch) -> KvScales | None:
         """Those that the folder has for the layers of `arch`; None: there are none, or the cache needs none."""

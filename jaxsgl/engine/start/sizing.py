@@ -24,7 +24,7 @@ from jaxsgl.engine.tables import edit_table_bytes, page_table_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import KvHeads
-from jaxsgl.models.vision.arch import VisionArch
+from jaxsgl.models.towers.arch import TowerArch
 from jaxsgl.requests.media import TOKENS_OF_ITEM, MediaLimits
 from jaxsgl.requests.outputs import StatesSpec
 from pallas_kernels.kept_heads import KeptHeads
@@ -162,9 +162,9 @@ def plan_capacity(
     max_extend_tokens = _max_extend_tokens(config, memory.platform, num_rows, context_length, longest)
     if whole_prompts:
         max_extend_tokens = max(max_extend_tokens, context_length)
-    if tower is not None and arch.vision is not None and arch.vision.sees_ahead:
+    if tower is not None and arch.tower is not None and arch.tower.tokens.sees_ahead:
         _check_whole_images(config, tower.image_tokens, max_extend_tokens, num_rows)
-        _check_windows(arch, arch.vision, tower.image_tokens)
+        _check_windows(arch, arch.tower, tower.image_tokens)
     rows_bytes = (
         edit_table_bytes(num_rows, arch.vocab_size)
         + page_table_bytes(num_rows, pages_for(context_length, states.page_size))
@@ -195,7 +195,7 @@ def plan_capacity(
         media=media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
-        sees_ahead=arch.vision is not None and arch.vision.sees_ahead,
+        sees_ahead=arch.tower is not None and arch.tower.tokens.sees_ahead,
         num_snapshots=num_snapshots,
     )
 
@@ -229,21 +229,21 @@ def _num_snapshots(config: EngineConfig, states: LayerStates, memory: Memory, nu
 
 def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> TowerCapacity | None:
     """What the model's vision tower encodes and the pool of embeddings holds; None if it has no tower."""
-    if arch.vision is None:
+    if arch.tower is None:
         return None
-    flags, vision = config.vision, arch.vision
+    flags, tower = config.vision, arch.tower
     shape = TowerShape(
-        vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers, vision.window,
-        len(vision.deepstack_layers), "square" if vision.positions == "none" else vision.positions,
-        vision.image_side if vision.joins_tiles else 0, vision.sound,
+        tower.merger.side, tower.positioning.side, tower.patch_len, tower.layers.count, tower.layers.window,
+        len(tower.layers.taps), "square" if tower.positioning.learned == "none" else tower.positioning.learned,
+        tower.positioning.image_side if tower.tokens.joins_tiles else 0, tower.sound,
     )  # fmt: skip
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
-    if vision.joins_tiles and not flags.mm_max_patches:
+    if tower.tokens.joins_tiles and not flags.mm_max_patches:
         max_patches = min(max_patches, shape.patches_of(num_rows))
     square = shape.square
-    if max_patches < (needed := vision.image_patches):
-        each = "image" if vision.sound is None else "chunk of a sound"
+    if max_patches < (needed := tower.image_patches):
+        each = "image" if tower.sound is None else "chunk of a sound"
         raise ConfigError(f"--mm-max-patches is {max_patches}, but each {each} has {needed}: raise it to that")
     max_patches -= max_patches % (needed or square)  # calls hold whole images, where these have one size
     if num_rows < shape.tokens_of(max_patches):
@@ -257,8 +257,8 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
             f"--mm-host-mib is 0, but with --disaggregation-mode {mode} embeddings of images pass through host memory: "
             "raise it, or serve text alone with --language-only"
         )
-    largest = min(vision.image_tokens * square, max_patches)
-    is_sliced = vision.has_tower and vision.num_layers > 0 and config.scheduling.max_itl_ms is not None
+    largest = min(tower.tokens.most * square, max_patches)
+    is_sliced = tower.has_tower and tower.layers.count > 0 and config.scheduling.max_itl_ms is not None
     host_mib = HOST_MIB.get(platform, OTHER_HOST_MIB) if flags.mm_host_mib is None else flags.mm_host_mib
     return TowerCapacity(
         shape,
@@ -267,9 +267,9 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         num_bins=config.tp if flags.mm_enable_dp_encoder else 1,
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
-        encodes=vision.has_tower,
+        encodes=tower.has_tower,
         call_patches=-(-MIN_CALL_PATCHES // needed) * needed if needed else smallest_call(largest, square),
-        max_image_tokens=vision.image_tokens or None,
+        max_image_tokens=tower.tokens.most or None,
         sliced_from=min(SLICED_PATCHES, largest or SLICED_PATCHES) if is_sliced else None,
     )
 
@@ -289,22 +289,23 @@ def media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | N
 
     All of them are tokens of its context. Where a step extends whole prompts, it has the rows of all of them at once.
     """
-    if arch.vision is None or tower is None:
+    own = arch.tower
+    if own is None or tower is None:
         return None
     most = config.vision.media_max_tokens
     at_once = tower.num_rows if config.chunked_prefill_size == UNLIMITED else most
     max_tokens = min(most, at_once, choose_context_length(config, arch))
     return MediaLimits(
-        image_token_id=arch.vision.image_token_id,
-        video_token_id=arch.vision.video_token_id,
-        patch_size=arch.vision.patch_size,
-        temporal_patch_size=arch.vision.temporal_patch_size,
-        merge_size=arch.vision.merge_size,
-        has_lines=arch.vision.has_lines,
-        image_side=arch.vision.image_side,
+        image_token_id=own.tokens.image_id,
+        video_token_id=own.tokens.video_id,
+        patch_size=own.patches.size,
+        temporal_patch_size=own.patches.frames,
+        merge_size=own.merger.side,
+        has_lines=own.tokens.has_lines,
+        image_side=own.positioning.image_side,
         max_items=max(MIN_ITEMS, most // TOKENS_OF_ITEM),
-        joins_tiles=arch.vision.joins_tiles,
-        sound=arch.vision.sound,
+        joins_tiles=own.tokens.joins_tiles,
+        sound=own.sound,
         max_patches=min(tower.image_tokens * tower.shape.square, tower.max_patches),
         max_request_patches=max_tokens * tower.shape.square,
         max_picture_patches=tower.max_patches,
@@ -322,9 +323,9 @@ def _embeddings_bytes(tower: TowerCapacity | None) -> int:
 
 def _row_bytes(config: EngineConfig, arch: ModelArch, platform: str) -> int:
     """Bytes of the embedding of an image's token."""
-    assert arch.vision is not None
+    assert arch.tower is not None
     dtype = "float32" if platform == "cpu" else arch.dtype if config.dtype == "auto" else config.dtype
-    return arch.vision.row_len * jnp.dtype(dtype).itemsize
+    return arch.tower.row_len * jnp.dtype(dtype).itemsize
 
 
 def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int, longest: int) -> int:
@@ -341,13 +342,13 @@ def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, conte
     return max(min(chunk // config.num_ranks, longest, scheduling.max_prefill_tokens + decodes), least)
 
 
-def _check_windows(arch: ModelArch, vision: VisionArch, image_tokens: int) -> None:
+def _check_windows(arch: ModelArch, tower: TowerArch, image_tokens: int) -> None:
     """Raises `ConfigError` for windows that don't hold an image, whose tokens see all of it in all layers."""
     windows = [layer.window for layer in arch.layers if layer.window is not None]
-    if vision.ahead == "everywhere" and windows and image_tokens > min(windows):
+    if tower.tokens.ahead == "everywhere" and windows and image_tokens > min(windows):
         raise ConfigError(
             f"an image may have {image_tokens} tokens, but windows have {min(windows)}: lower --mm-max-patches to "
-            f"{min(windows) * vision.merge_size**2}, or serve text alone with --language-only"
+            f"{min(windows) * tower.merger.side**2}, or serve text alone with --language-only"
         )
 
 

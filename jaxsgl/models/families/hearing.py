@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from jaxsgl.models.families.dense import DENSE
-from jaxsgl.models.family import Family, HearingFamily
+from jaxsgl.models.family import Family
+from jaxsgl.models.towers.family import HearingFamily
 
 # Arxiv 2407.10759.
 _QWEN2_AUDIO_TOWER = HearingFamily("audio_token_index", 151_646, "averaged", hears_all=False)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from jaxsgl.models.families.dense import DENSE
 from jaxsgl.models.families.towers import CLIP, LLAVA_NEXT_TOWER, LLAVA_ONEVISION_TOWER, PIXTRAL_IN_LLAVA
-from jaxsgl.models.family import Family, VisionFamily
+from jaxsgl.models.family import Family
+from jaxsgl.models.towers.family import VisionFamily
 
 # Sizes that published folders leave out, as transformers' classes have them; other decoders' are told.
 _SIZES = {

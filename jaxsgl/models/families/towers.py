@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.family import VisionFamily
+from jaxsgl.models.towers.arch import Norms, Pixels
+from jaxsgl.models.towers.family import MergerFamily, VisionFamily
 
 # By which the processors of several families normalize, CLIP's (arXiv 2103.00020).
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_CLIP_PIXELS = Pixels((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+# What most families but Qwen's and GLM's call them.
+_USUAL_KEYS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"}
 
 # What the towers of Qwen2-VL and Qwen2.5-VL have in common.
 _QWEN2_TOWER = VisionFamily(
     151_655,
     151_656,
-    deepstack_layers=None,
     sections=(16, 24, 24),
     takes_turns=False,
     patch_bias=False,
     positions="none",
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    pixels=_CLIP_PIXELS,
 )
 
 QWEN2_VL_TOWER = replace(
@@ -37,7 +39,7 @@ QWEN2_5_VL_TOWER = replace(
     _QWEN2_TOWER,
     activations=("silu",),
     gated=True,
-    root_norms=True,
+    norms=Norms("root"),
     windows=True,
     defaults={"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14},
 )
@@ -52,28 +54,23 @@ EXAONE_TOWER = replace(
     defaults={**QWEN2_5_VL_TOWER.defaults, "num_key_value_heads": 8},
 )
 
-QWEN3_VL_TOWER = VisionFamily(151_655, 151_656, deepstack_layers=(8, 16, 24), sections=(24, 20, 20))
+QWEN3_VL_TOWER = VisionFamily(151_655, 151_656, taps=(8, 16, 24), sections=(24, 20, 20))
 
-QWEN3_5_TOWER = VisionFamily(248_056, 248_057, deepstack_layers=(), sections=(11, 11, 10))
+QWEN3_5_TOWER = VisionFamily(248_056, 248_057, taps=(), sections=(11, 11, 10))
 
 # The tower of GLM-4.1V to 4.6V, dense and with experts, to whose decoders a frame of a video is an image.
 GLM4V_TOWER = VisionFamily(
     151_343,
     151_344,
-    deepstack_layers=None,
     sections=(8, 12, 12),
     takes_turns=False,
     activations=("silu",),
     gated=True,
-    root_norms=True,
+    norms=Norms("root", eps=1e-5, first=True, last=True),
     layer_bias=False,
-    first_norm=True,
-    last_norm=True,
-    norm_eps=1e-5,
     positions="cubic",
-    merger="gated",
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    merger=MergerFamily("gated"),
+    pixels=_CLIP_PIXELS,
     keys={"layer_norm_eps": "rms_norm_eps"},
     ffn_key="out_hidden_size",
     defaults={
@@ -93,13 +90,12 @@ GLM_OCR_TOWER = replace(
     GLM4V_TOWER,
     image_token_id=59_280,
     video_token_id=59_281,
-    first_norm=False,
-    head_norms=True,
+    norms=Norms("root", eps=1e-5, last=True, heads="each"),
     layer_bias=True,
     layer_bias_key="attention_bias",
     positions="none",
     ffn_key="intermediate_size",
-    merger_ffn_key=None,
+    merger=MergerFamily("gated", ffn_key=None),
     defaults={
         "depth": 24,
         "num_heads": 16,
@@ -113,25 +109,19 @@ GLM_OCR_TOWER = replace(
 # Mistral 3's (arXiv 2410.07073).
 PIXTRAL = VisionFamily(
     10,
-    None,
-    deepstack_layers=None,
-    sections=None,
     activations=("gelu", "silu"),
     gated=True,
-    root_norms=True,
+    norms=Norms("root", eps=1e-5, first=True),
     patch_bias=False,
     layer_bias=False,
-    first_norm=True,
-    norm_eps=1e-5,
-    rope_alternates=True,
+    alternates=True,
     positions="none",
-    merger="projected",
+    merger=MergerFamily("projected"),
     has_lines=True,
     frames=1,
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    pixels=_CLIP_PIXELS,
     required_beside={"projector_hidden_act": "gelu", "vision_feature_layer": -1},
-    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    keys=_USUAL_KEYS,
     defaults={"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
 )
 
@@ -139,7 +129,7 @@ PIXTRAL = VisionFamily(
 PIXTRAL_IN_LLAVA = replace(
     PIXTRAL,
     image_token_id=32_000,
-    merger="plain",
+    merger=MergerFamily("plain"),
     feature_layer=-2,
     required_beside={"projector_hidden_act": "gelu", "vision_feature_select_strategy": "full"},
     defaults_beside={"vision_feature_select_strategy": "default"},
@@ -151,19 +141,11 @@ LIGHT_ON_OCR_TOWER = replace(PIXTRAL, image_token_id=151_655, has_lines=False, r
 # Idefics 3's and SmolVLM's: SigLIP's, too.
 IDEFICS3_TOWER = VisionFamily(
     128_257,
-    None,
-    deepstack_layers=None,
-    sections=None,
-    last_norm=True,
-    merger="product",
+    norms=Norms(last=True),
+    merger=MergerFamily("product"),
     turns=False,
     frames=1,
-    keys={
-        "depth": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "in_channels": "num_channels",
-        "spatial_merge_size": "scale_factor",
-    },
+    keys={**_USUAL_KEYS, "spatial_merge_size": "scale_factor"},
     defaults={
         "num_hidden_layers": 12,
         "hidden_size": 1152,
@@ -176,23 +158,17 @@ IDEFICS3_TOWER = VisionFamily(
 # LLaVA 1.5's (arXiv 2103.00020): its class token is left out of what the model reads.
 CLIP = VisionFamily(
     32_000,
-    None,
-    deepstack_layers=None,
-    sections=None,
     activations=("quick_gelu", "gelu"),
     class_token=True,
     patch_bias=False,
-    first_norm=True,
-    first_norm_last=True,
-    norm_eps=1e-5,
-    merger="plain",
+    norms=Norms(eps=1e-5, first=True, first_last=True),
+    merger=MergerFamily("plain"),
     feature_layer=-2,
     turns=False,
     frames=1,
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    pixels=_CLIP_PIXELS,
     required_beside={"projector_hidden_act": "gelu", "vision_feature_select_strategy": "default"},
-    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    keys=_USUAL_KEYS,
     defaults={
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
@@ -206,15 +182,12 @@ CLIP = VisionFamily(
 # Gemma 3's (arXiv 2303.15343).
 SIGLIP = VisionFamily(
     262_144,
-    None,
-    deepstack_layers=None,
-    sections=None,
-    last_norm=True,
-    merger="pooled",
+    norms=Norms(last=True),
+    merger=MergerFamily("pooled"),
     turns=False,
     ahead="everywhere",
     frames=1,
-    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    keys=_USUAL_KEYS,
     defaults={
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
@@ -229,13 +202,11 @@ SIGLIP = VisionFamily(
 AYA_TOWER = replace(
     SIGLIP,
     image_token_id=255_036,
-    last_norm=False,
-    merger="halved",
-    merger_ffn_beside="alignment_intermediate_size",
+    norms=Norms(),
+    merger=MergerFamily("halved", ffn_beside="alignment_intermediate_size"),
     feature_layer=-1,
     ahead="nowhere",
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    pixels=_CLIP_PIXELS,
     required_beside={"vision_feature_select_strategy": "full"},
     keys={**SIGLIP.keys, "spatial_merge_size": "downsample_factor"},
 )
@@ -243,9 +214,9 @@ AYA_TOWER = replace(
 # Command A Vision's.
 COHERE2_VISION_TOWER = replace(
     AYA_TOWER,
-    last_norm=True,
+    norms=Norms(last=True),
     feature_layer=None,
-    merger_norm=False,
+    merger=replace(AYA_TOWER.merger, norm=False),
     required_beside={},
     defaults_beside={"alignment_intermediate_size": 36_864},
     defaults={**AYA_TOWER.defaults, "hidden_size": 1152, "image_size": 512, "num_hidden_layers": 27},
@@ -254,22 +225,15 @@ COHERE2_VISION_TOWER = replace(
 # LFM2-VL's, SigLIP 2's (arXiv 2502.14786) for pictures of any size.
 LFM2_VL_TOWER = VisionFamily(
     396,
-    None,
-    deepstack_layers=None,
-    sections=None,
-    last_norm=True,
+    norms=Norms(last=True),
     positions="blurred",
-    merger="square",
-    merger_norm_key="projector_use_layernorm",
-    merger_ffn_beside="projector_hidden_size",
+    merger=MergerFamily("square", norm_key="projector_use_layernorm", ffn_beside="projector_hidden_size"),
     turns=False,
     frames=1,
     required_beside={"projector_hidden_act": "gelu", "projector_bias": True},
     defaults_beside={"projector_hidden_size": 2560},
     keys={
-        "depth": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "in_channels": "num_channels",
+        **_USUAL_KEYS,
         "spatial_merge_size": "downsample_factor",
         "num_position_embeddings": "num_patches",
     },
@@ -293,13 +257,12 @@ LLAVA_NEXT_TOWER = replace(
 LLAVA_ONEVISION_TOWER = replace(
     SIGLIP,
     image_token_id=151_646,
-    last_norm=False,
-    merger="plain",
+    norms=Norms(),
+    merger=MergerFamily("plain"),
     feature_layer=-1,
     ahead="nowhere",
     joins_tiles=True,
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    pixels=_CLIP_PIXELS,
     required_beside={
         "projector_hidden_act": "gelu",
         "vision_feature_select_strategy": "full",
@@ -311,19 +274,15 @@ LLAVA_ONEVISION_TOWER = replace(
 # PaddleOCR-VL's: SigLIP's, whose patches turn, too.
 PADDLE_OCR_TOWER = VisionFamily(
     100_295,
-    None,
-    deepstack_layers=None,
     sections=(16, 24, 24),
     takes_turns=False,
-    last_norm=True,
+    norms=Norms(last=True),
     positions="edges",
-    out_size_told=False,
-    merger_eps=1e-5,
+    merger=MergerFamily(out_size_told=False, eps=1e-5),
     frames=1,
     frames_told=False,
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
-    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    pixels=_CLIP_PIXELS,
+    keys=_USUAL_KEYS,
     defaults={
         "num_hidden_layers": 27,
         "hidden_size": 1152,
@@ -336,18 +295,13 @@ PADDLE_OCR_TOWER = VisionFamily(
 GEMMA4_TOWER = VisionFamily(
     258_880,
     258_884,
-    deepstack_layers=None,
-    sections=None,
     gated=True,
-    root_norms=True,
+    norms=Norms("root", sandwich=True, heads="each", values=True),
     patch_bias=False,
     layer_bias=False,
-    sandwich=True,
-    head_norms=True,
-    value_norms=True,
     attention_scale=1.0,
     positions="axes",
-    merger="scaled",
+    merger=MergerFamily("scaled"),
     ahead="in windows",
     ahead_key="use_bidirectional_attention",
     frames=1,
@@ -377,21 +331,16 @@ GEMMA4_TOWER = VisionFamily(
 GEMMA4_UNIFIED_TOWER = VisionFamily(
     258_880,
     258_884,
-    deepstack_layers=None,
-    sections=None,
-    first_norm=True,
-    last_norm=True,
-    norm_eps=1e-5,
+    norms=Norms(eps=1e-5, first=True, last=True),
     positions="axes",
-    merger="normed",
+    merger=MergerFamily("normed"),
     turns=False,
     ahead="everywhere",
     ahead_key="use_bidirectional_attention",
     ahead_told="vision",
     encoder_free=True,
     frames=1,
-    mean=(0.0, 0.0, 0.0),
-    std=(1.0, 1.0, 1.0),
+    pixels=Pixels((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     own_pixels=True,
     keys={
         "hidden_size": "mm_embed_dim",
@@ -403,20 +352,16 @@ GEMMA4_UNIFIED_TOWER = VisionFamily(
 
 INTERNVL_TOWER = VisionFamily(
     151_667,
-    None,
-    deepstack_layers=None,
-    sections=None,
     activations=("gelu",),
     class_token=True,
     layer_scales=True,
     norm_key="norm_type",
     joint_norms_key="use_qk_norm",
     qkv_bias_key="attention_bias",
-    merger="square",
+    merger=MergerFamily("square"),
     turns=False,
     frames=1,
-    mean=_CLIP_MEAN,
-    std=_CLIP_STD,
+    pixels=_CLIP_PIXELS,
     required={"use_absolute_position_embeddings": True, "use_mean_pooling": True, "use_mask_token": False},
     required_beside={
         "downsample_ratio": 0.5,
@@ -424,7 +369,7 @@ INTERNVL_TOWER = VisionFamily(
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
     },
-    keys={"depth": "num_hidden_layers", "num_heads": "num_attention_heads", "in_channels": "num_channels"},
+    keys=_USUAL_KEYS,
     defaults={
         "num_hidden_layers": 24,
         "hidden_size": 1024,

@@ -267,7 +267,7 @@ def with_few_layers(model: Served, backend: str) -> ProgramSpec:
     states = dataclasses.replace(model.states, layers=model.states.layers[: model.layers.compiled])
     graphdef, _ = abstract_model(arch, model.dtype)
     leaves = placed_params(arch, model.dtype, model.mesh)
-    images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
+    images = None if arch.tower is None else (arch.tower.row_len, model.dtype)
     state = abstract_state(states, model.capacity, model.mesh, images)
     kernels = KernelChoice.of_attention(backend)
     product = product_of_token(arch, model.dtype)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.models.family import HearingFamily
-from jaxsgl.models.vision.arch import VisionArch
+from jaxsgl.models.towers.arch import LayerShape, MergerShape, Norms, PatchShape, Positioning, TowerArch, TowerTokens
+from jaxsgl.models.towers.family import HearingFamily
 from jaxsgl.requests.media import SoundShape
 
 NORM_EPS = 1e-5  # for which config.json has no key
 AVERAGED = 2  # positions that become one token of "averaged"
 
 
-def read_hearing(whole: ConfigFile, family: HearingFamily, hidden_size: int) -> VisionArch | None:
+def read_hearing(whole: ConfigFile, family: HearingFamily, hidden_size: int) -> TowerArch | None:
     """The tower that goes with a decoder of `hidden_size`; None: config.json describes none.
 
     Raises `CheckpointError` for what isn't supported.
@@ -51,29 +51,25 @@ def read_hearing(whole: ConfigFile, family: HearingFamily, hidden_size: int) -> 
     activation = config.get("activation_function", "gelu")
     if activation != "gelu":
         raise CheckpointError(f"{config.path}: audio_config.activation_function is {activation}, but must be gelu")
-    return VisionArch(
-        num_layers=config.count("encoder_layers", 32),
+    is_averaged = family.merger == "averaged"
+    return TowerArch(
         hidden_size=width,
-        num_heads=heads,
-        ffn_size=ffn_size,
         out_size=hidden_size,
-        patch_size=1,
-        temporal_patch_size=1,
-        channels=1,
-        merge_size=merge,
-        table_side=0,
-        deepstack_layers=(),
-        image_token_id=whole.count(family.audio_token_key, family.audio_token_id),
-        video_token_id=-1,
-        positions="none",
-        activation="gelu",
-        last_norm=family.merger == "square",
-        norm_eps=NORM_EPS,
-        merger_eps=NORM_EPS,
-        turns=False,
-        merger=family.merger,
-        merger_norm=family.merger == "averaged",
-        merger_bias=family.merger == "averaged",
-        image_tokens=sound.num_tokens(sound.num_patches),
+        patches=PatchShape(size=1, frames=1, channels=1),
+        positioning=Positioning(turns=False),
+        norms=Norms(eps=NORM_EPS, last=not is_averaged),
+        layers=LayerShape(config.count("encoder_layers", 32), heads, width // heads, ffn_size, activation="gelu"),
+        merger=MergerShape(
+            family.merger,
+            merge,
+            num_axes=1,
+            norm="deviation" if is_averaged else None,
+            eps=NORM_EPS,
+            bias=is_averaged,
+        ),
+        tokens=TowerTokens(
+            image_id=whole.count(family.audio_token_key, family.audio_token_id),
+            most=sound.num_tokens(sound.num_patches),
+        ),
         sound=sound,
     )
