@@ -23,7 +23,8 @@ from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.models.layer_spec import Latent
 from jaxsgl.requests.request import Request, SamplingParams
-from tests.checkpoint_kinds import OF_FAMILIES, values_of
+from tests.checkpoint_kinds import values_of
+from tests.checkpoint_kinds.sizes import OF_FAMILIES
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.test_families import logits_of

@@ -11,7 +11,7 @@ import pytest
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
 from tests.grids import NIGHTLY

@@ -21,7 +21,8 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, arch_from_folder
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
-from tests.checkpoint_kinds import FAMILY_KINDS, HYBRID_KINDS, OF_FAMILIES, ORIGINAL_CONTEXT, WINDOW
+from tests.checkpoint_kinds import FAMILY_KINDS, HYBRID_KINDS
+from tests.checkpoint_kinds.sizes import OF_FAMILIES, ORIGINAL_CONTEXT, WINDOW
 from tests.checkpoints import load_reference, make_checkpoint, reference_logits
 from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import NIGHTLY

@@ -22,7 +22,7 @@ from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import GroupedQkv
 from pallas_kernels.paged_kv import FLOAT8, to_format
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import outputs, serve, small_pool
 from tests.engine.driving import Driver

@@ -31,7 +31,7 @@ from jaxsgl.models import ModelArch, arch_from_folder, resolve_precision
 from jaxsgl.models.layer_spec import GroupedAttention, MoeMlp
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
-from tests.checkpoint_kinds import OF_FAMILIES
+from tests.checkpoint_kinds.sizes import OF_FAMILIES
 from tests.checkpoints import configuration, load_reference, make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.test_families import logits_of

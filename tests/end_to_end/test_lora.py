@@ -21,7 +21,7 @@ from jaxsgl.models import arch_from_folder
 from jaxsgl.offline.llm import LLM
 from jaxsgl.weights.adapters import AdapterFolder
 from jaxsgl.wiring import whole
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.lora_answers import ALLOWED
 from tests.end_to_end.servers import RunningServer, check_log, running_server

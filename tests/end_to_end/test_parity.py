@@ -17,7 +17,7 @@ import torch
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request, SamplingParams
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import load_reference, make_checkpoint, reference_logits
 from tests.compiling import as_users_compile
 from tests.end_to_end.offline import first_logits, outputs, serve

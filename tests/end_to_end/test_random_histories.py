@@ -11,7 +11,7 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages.orders import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.requests.request import FinishReason, Request, SamplingParams
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve, small_pool
 from tests.grids import count

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.checkpoint_kinds import OF_FAMILIES, VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import OF_FAMILIES, VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.servers import check_log, running_server
 from tests.end_to_end.test_families import logits_of

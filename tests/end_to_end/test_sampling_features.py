@@ -19,7 +19,7 @@ from jaxsgl.messages.replies import Reply, TokenLogprob
 from jaxsgl.requests.request import MAX_LOGIT_BIAS, FinishReason, Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox
 from tests import numpy_sampling
-from tests.checkpoint_kinds import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.end_to_end.offline import serve
 from tests.grids import daily

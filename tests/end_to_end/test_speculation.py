@@ -17,7 +17,7 @@ from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
 from tests.engine.driving import few_sizes

@@ -26,7 +26,8 @@ from jaxsgl.scheduler.speculation.speculation import Speculating
 from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.testing.grammars import compile_fake
 from pallas_kernels.native import library
-from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, HYBRID_KINDS, VOCAB_SIZE
+from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, HYBRID_KINDS
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.servers import COMMON_FLAGS, running_server

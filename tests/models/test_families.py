@@ -21,7 +21,14 @@ from jaxsgl.models.families import FAMILIES
 from jaxsgl.models.layer_spec import KvHeads, MoeMlp
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
 from jaxsgl.weights.sharding import model_on_devices
-from tests.checkpoint_kinds import BLOCK_KINDS, CHECKPOINT_KINDS, CONV_KINDS, DELTA_KINDS, FAMILY_KINDS, HYBRID_KINDS
+from tests.checkpoint_kinds import (
+    BLOCK_KINDS,
+    CHECKPOINT_KINDS,
+    CONV_KINDS,
+    DELTA_KINDS,
+    FAMILY_KINDS,
+    HYBRID_KINDS,
+)
 from tests.checkpoints import configuration
 from tests.models.test_arch import LLAMA, read
 

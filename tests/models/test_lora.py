@@ -22,7 +22,7 @@ from jaxsgl.models import StepContext, abstract_model, arch_from_folder
 from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
 from jaxsgl.weights.adapters import AdapterFolder
-from tests.checkpoint_kinds import VOCAB_SIZE
+from tests.checkpoint_kinds.sizes import VOCAB_SIZE
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import causal_attend, mesh_of

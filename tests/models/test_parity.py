@@ -20,15 +20,8 @@ from jaxsgl.models.layer_spec import ShortConv
 from jaxsgl.weights import load_params
 from jaxsgl.weights.recipe import sizes
 from tests.agreement import check_agreement
-from tests.checkpoint_kinds import (
-    CHECKPOINT_KINDS,
-    FAMILY_KINDS,
-    OF_D_NUMBERS,
-    OF_FAMILIES,
-    VARIANTS,
-    VOCAB_SIZE,
-    values_of,
-)
+from tests.checkpoint_kinds import CHECKPOINT_KINDS, FAMILY_KINDS, OF_D_NUMBERS, VARIANTS, values_of
+from tests.checkpoint_kinds.sizes import OF_FAMILIES, VOCAB_SIZE
 from tests.checkpoints import make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
 from tests.grids import NIGHTLY

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.text.small_tokenizers import byte_level, save
 
-# Kinds of tests/checkpoint_kinds.py with llama.cpp's architecture, and values in place of those that it can't express.
+# Kinds of tests/checkpoint_kinds with llama.cpp's architecture, and values in place of those that it can't express.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_untied_llama3_rope": ("llama", {}),
     "llama_tied": ("llama", {}),

@@ -1,0 +1,146 @@
+"""Kinds of DeepSeek V2 to V4, and others whose layers attend over a latent as theirs do."""
+
+from __future__ import annotations
+
+from transformers import (
+    AXK1Config,
+    AXK1ForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
+)
+
+from tests.checkpoint_kinds.sizes import INDEX, LATENT, LATENT_SIZES, WINDOW, Kind
+
+KINDS: dict[str, Kind] = {
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,  # those of the latents keep their own
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        DeepseekV32ForCausalLM,
+        {
+            **LATENT,
+            **INDEX,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+            },
+        },
+    ),
+    "deepseek_v4": (
+        DeepseekV4Config,
+        DeepseekV4ForCausalLM,
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "q_lora_rank": 22,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "partial_rotary_factor": 0.25,
+            "sliding_window": WINDOW,
+            "o_groups": 2,
+            "o_lora_rank": 7,
+            "index_n_heads": 13,
+            "index_head_dim": 10,
+            "index_topk": 5,
+            "moe_intermediate_size": 26,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 1.5,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
+    "axk1": (
+        AXK1Config,
+        AXK1ForCausalLM,
+        {**LATENT, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "longcat_flash": (
+        LongcatFlashConfig,
+        LongcatFlashForCausalLM,
+        {
+            **LATENT_SIZES,
+            "num_layers": 2,
+            "expert_ffn_hidden_size": 48,
+            "moe_topk": 4,
+            "n_routed_experts": 12,
+            "zero_expert_num": 7,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
+    "minicpm3": (
+        MiniCPM3Config,
+        MiniCPM3ForCausalLM,
+        {**LATENT_SIZES, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 50},
+    ),
+    "youtu": (YoutuConfig, YoutuForCausalLM, LATENT_SIZES),
+}
