@@ -1,7 +1,7 @@
 """The shape of a model: `ModelArch` holds everything that models, weights and the engine need to know about a model.
 
 `arch_file` reads it from a folder. What differs between model families is data: `families` for what an architecture's
-name implies, and `weights/names.py` for the names of tensors.
+name implies, and `weights/families` for the names of tensors.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class NextLayer(DecoderLayers):
         embedding of token i                [T, D] -> enorm
         both                                [T, 2 D] -> eh_proj -> decoder layer -> norm, the model's head: token i + 1
 
-    Embedding and head are the model's. `ModelArch.next_arch` is its shape, `weights/names.py` has its tensors' names.
+    Embedding and head are the model's. `ModelArch.next_arch` is its shape, `weights/families` has its tensors' names.
     """
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:

@@ -41,7 +41,7 @@ from jaxsgl.weights.quantized import Packed
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import kv_scale_of
 
-# The version of how parameters are named, fused and ordered. Raise it with every change in `names.py`, `pieces.py` or
+# The version of how parameters are named, fused and ordered. Raise it with every change in `families`, `pieces.py` or
 # `models/` that gives a parameter another meaning; `tests/weights/test_converted.py` notices most of them.
 LAYOUT_VERSION = 1
 MANIFEST = "jaxsgl_checkpoint.json"

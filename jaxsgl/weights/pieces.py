@@ -1,7 +1,7 @@
 """How the tensors of a checkpoint fill a parameter: q, k and v by kv head, gate and up one after the other, and so on.
 
 A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. Each function takes the tensors of one parameter
-and yields its pieces, which are views of them; a small tensor may be computed with. Knows no names; `names.py` says
+and yields its pieces, which are views of them; a small tensor may be computed with. Knows no names; `families` says
 which parameter is filled by which function, and what differs from a checkpoint fuses with them, too (`adapters.py`,
 `eagle.py`).
 """

@@ -2,7 +2,7 @@
 
 A recipe only makes views of the tensors (cuts, reshapes, transposes), so that the loader can read what one device needs
 and leave the rest. Owns these values, and which lengths a tensor's axes have in a model. Knows no tensor by name
-(`names.py`), no arrangement (`pieces.py`) and no files. Used by all that make recipes or read them.
+(`families`), no arrangement (`pieces.py`) and no files. Used by all that make recipes or read them.
 """
 
 from __future__ import annotations

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-)
+from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM, Ernie4_5Config, Ernie4_5ForCausalLM
 
 from tests.checkpoint_kinds.sizes import Kind
 

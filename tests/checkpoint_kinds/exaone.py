@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    ExaoneMoeConfig,
-    ExaoneMoeForCausalLM,
-)
+from transformers import Exaone4Config, Exaone4ForCausalLM, ExaoneMoeConfig, ExaoneMoeForCausalLM
 
 from tests.checkpoint_kinds.sizes import MIXED_TYPES, SIGMOID_MOE, WINDOW, Kind
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    FalconConfig,
-    FalconForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-)
+from transformers import FalconConfig, FalconForCausalLM, FalconH1Config, FalconH1ForCausalLM
 
 from tests.checkpoint_kinds.sizes import MAMBA, Kind
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    Lfm3Config,
-    Lfm3ForCausalLM,
-)
+from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, Lfm3Config, Lfm3ForCausalLM
 
 from tests.checkpoint_kinds.sizes import WINDOW, Kind
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.checkpoint_kinds.sizes import LLAMA3_ROPE, Kind
 

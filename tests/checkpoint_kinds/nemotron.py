@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    NemotronConfig,
-    NemotronForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-)
+from transformers import NemotronConfig, NemotronForCausalLM, NemotronHConfig, NemotronHForCausalLM
 
 from tests.checkpoint_kinds.sizes import Kind
 

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import (
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import Phi3Config, Phi3ForCausalLM, PhiConfig, PhiForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from tests.checkpoint_kinds.sizes import ORIGINAL_CONTEXT, WINDOW, Kind
 

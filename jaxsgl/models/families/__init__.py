@@ -1,7 +1,7 @@
 """The model families that are served: what an architecture's name implies, as data.
 
 Owns which family has which differences of `family`, a file for each kind. Never knows tensors' names
-(`weights/names.py`), nor how a difference is computed. Read by `arch_file`, and for GGUF by `weights/gguf_config.py`.
+(`weights/families`), nor how a difference is computed. Read by `arch_file`, and for GGUF by `weights/gguf_config.py`.
 docs/models.md says how to add one.
 """
 
