@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from jaxsgl.models.families.dense import DENSE
 from jaxsgl.models.families.encoders import ENCODERS
+from jaxsgl.models.families.gemma import GEMMA
 from jaxsgl.models.families.hearing import HEARING
 from jaxsgl.models.families.internvl import INTERNVL, INTERNVL_BY_DECODER
 from jaxsgl.models.families.latents import LATENTS
@@ -16,10 +17,13 @@ from jaxsgl.models.families.layer_norms import LAYER_NORMS
 from jaxsgl.models.families.llava import LLAVA, LLAVA_BY_DECODER, LLAVA_BY_TOWER
 from jaxsgl.models.families.mixtures import MIXTURES
 from jaxsgl.models.families.recurrent import RECURRENT
+from jaxsgl.models.families.seeing import SEEING
 from jaxsgl.models.family import Family
 
 FAMILIES: dict[str, Family] = {
     **DENSE,
+    **GEMMA,
+    **SEEING,
     **LAYER_NORMS,
     **MIXTURES,
     **LATENTS,

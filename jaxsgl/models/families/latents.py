@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.dense import IN_MISTRAL3
 from jaxsgl.models.families.mixtures import DEEPSEEK_MOE
+from jaxsgl.models.families.seeing import IN_MISTRAL3
 from jaxsgl.models.family import Family, MoeFamily
 
 _SIZES = {

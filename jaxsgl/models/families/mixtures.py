@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxsgl.models.families.dense import ERNIE, GLM4V_TOKENS, GRANITE, GRANITE_SWA, HUNYUAN, QWEN3_VL
+from jaxsgl.models.families.dense import ERNIE, GRANITE, GRANITE_SWA, HUNYUAN
 from jaxsgl.models.families.layer_norms import COHERE2
+from jaxsgl.models.families.seeing import GLM4V_TOKENS, QWEN3_VL
 from jaxsgl.models.families.towers import GLM4V_MOE_TOWER
 from jaxsgl.models.family import Family, MoeFamily
 
