@@ -59,6 +59,7 @@ class Capacity:
       sees_ahead: tokens of an image see up to its end, so that it is extended whole.
       states: what is returned of single tokens; None: nothing.
       num_snapshots: states of sequences that are kept as prefixes; None: layers keep no states by row.
+      num_chosen: tokens that a query attends to at most, as an index chooses them; 0: there is no index.
     """
 
     page_size: int
@@ -78,6 +79,7 @@ class Capacity:
     sees_ahead: bool = False
     states: StatesSpec | None = None
     num_snapshots: int | None = None
+    num_chosen: int = 0
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -136,6 +138,7 @@ class BucketSet:
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
       max_drafts: the most drafts of a sequence in a step.
       snapshots: whether steps may begin at snapshots and keep some.
+      num_chosen: see `Capacity`; 0 also where no sequence is that long.
       joint_decode, joint_extend: shapes of the steps that ranks share, see `joint_shapes`; (): there is one rank.
     """
 
@@ -158,6 +161,7 @@ class BucketSet:
     verify_sizes: tuple[int, ...] = ()
     max_drafts: int = 0
     snapshots: bool = False
+    num_chosen: int = 0
     joint_decode: tuple[tuple[int, int], ...] = ()
     joint_extend: tuple[tuple[int, int], ...] = ()
 
@@ -204,6 +208,7 @@ class BucketSet:
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
             max_drafts=max_drafts,
             snapshots=bool(capacity.num_snapshots),
+            num_chosen=capacity.num_chosen if capacity.num_chosen < capacity.context_length else 0,
             joint_decode=joint_shapes(decode_sizes, num_ranks, few_sizes),
             joint_extend=joint_shapes(reached, num_ranks, few_sizes),
         )
@@ -293,6 +298,10 @@ class BucketSet:
             return bucket
         return replace(bucket, rope_axes=3, sees_ahead=self.sees_ahead)
 
+    def for_longest(self, bucket: Bucket, length: int) -> Bucket:
+        """The bucket for the same batch if its longest sequence has `length` tokens."""
+        return replace(bucket, chooses=True) if 0 < self.num_chosen < length else bucket
+
     def encode_of(self, num_patches: int) -> EncodeBucket:
         """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""
         return next(bucket for bucket in self.encode if bucket.num_patches >= num_patches)
@@ -306,7 +315,8 @@ class BucketSet:
         if self.joint_extend:
             most = self.joint_extend[-1][0]
             largest = list(dict.fromkeys(self.joint(bucket, most) for bucket in largest))
-        return [replace(bucket, states=self.states and bucket.num_steps == 1) for bucket in largest]
+        chooses = self.num_chosen > 0
+        return [replace(each, states=self.states and each.num_steps == 1, chooses=chooses) for each in largest]
 
     def _largest_without_images(self) -> list[Bucket]:
         size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
@@ -334,6 +344,8 @@ class BucketSet:
             buckets |= {self.with_images(bucket) for bucket in buckets}
         if self.states:
             buckets |= {replace(bucket, states=True) for bucket in buckets if bucket.num_steps == 1}
+        if self.num_chosen:
+            buckets |= {replace(bucket, chooses=True) for bucket in buckets}
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 
     def _all_without_images(self) -> set[Bucket]:

@@ -173,6 +173,8 @@ class BatchBuilder:
         bucket = self.buckets.decode(n, variant, num_steps=num_steps, columns=columns)
         if self.buckets.states and num_steps == 1 and self.sampling.any_states(rows):
             bucket = replace(bucket, states=True)
+        if self.buckets.num_chosen:
+            bucket = self.buckets.for_longest(bucket, int(positions.max()) + num_steps)
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows if token_ids is None else token_ids
         arrays.positions[:n] = positions
@@ -226,6 +228,8 @@ class BatchBuilder:
     ) -> StepInputs:
         """The batch of `works`, in `bucket`; `choosers` are the rows of the tokens to choose."""
         num_tokens = sum(counts)
+        longest = max(work.start + count for work, count in zip(works, counts, strict=True))
+        bucket = self.buckets.for_longest(bucket, longest)
         packed, arrays = _padding(bucket, self._dummy_row)
         assert arrays.token_rows is not None
         arrays.rows[: len(works)] = rows

@@ -51,6 +51,8 @@ class Bucket:
       sees_ahead: whether its tokens of images see up to the end of theirs, in models whose images are extended whole.
       mlp_tokens: M, of a step that ranks share: places for the tokens of all ranks in MLPs and experts, which take
         those that are no padding; 0: they take all T of each rank.
+      chooses: whether an index chooses the tokens that queries attend to, since a sequence has more than these; else
+        queries attend to all. In models with an index.
     """
 
     kind: StepKind
@@ -67,6 +69,7 @@ class Bucket:
     snapshots: bool = False
     sees_ahead: bool = False
     mlp_tokens: int = 0
+    chooses: bool = False
 
     @property
     def padded_tokens(self) -> int:
@@ -92,7 +95,8 @@ class Bucket:
         images = " with images" if self.rope_axes == 3 else ""
         states = " with states" if self.states else ""
         mlps = f" {self.mlp_tokens} in MLPs" if self.mlp_tokens else ""
-        extras = f"{steps}{pools}{adapters}{images}{states}{mlps}"
+        chooses = " choosing" if self.chooses else ""
+        extras = f"{steps}{pools}{adapters}{images}{states}{mlps}{chooses}"
         return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{extras}"
 
 

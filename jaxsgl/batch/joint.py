@@ -33,7 +33,9 @@ def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
     """
     of_batches = {batch.bucket for batch in batches}
     kinds = {bucket.kind for bucket in of_batches}
-    pools, states = any(bucket.pools for bucket in of_batches), any(bucket.states for bucket in of_batches)
+    pools, states, chooses = (
+        any(getattr(bucket, name) for bucket in of_batches) for name in ("pools", "states", "chooses")
+    )
     variant = Variant(*(any(flags) for flags in zip(*map(_variant, of_batches), strict=True)))
     num_tokens, num_seqs = (max(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_seqs"))
     if kinds == {"decode"}:
@@ -45,7 +47,7 @@ def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
     else:
         bucket = buckets.extend(num_tokens, num_seqs, variant)
     bucket = buckets.joint(bucket, sum(batch.num_tokens for batch in batches))
-    return replace(bucket, states=True) if states else bucket
+    return replace(bucket, states=states, chooses=chooses) if states or chooses else bucket
 
 
 def _variant(bucket: Bucket) -> Variant:

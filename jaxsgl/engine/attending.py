@@ -5,13 +5,12 @@ Called by `step`, and by what drafts, with its own layers. Knows where a step's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxsgl.batch.inputs import StepKind
 from jaxsgl.engine.state import KvBuffers
@@ -88,14 +87,15 @@ class Pages:
         kernels: KernelChoice,
         scales: KvScales | None = None,
         biases: jax.Array | None = None,
+        chooses: bool = False,
     ) -> None:
-        """`biases` are those of `paged_extend_attention`, the same for all layers."""
+        """`biases` are those of `paged_extend_attention`, the same for all layers; `chooses` is that of `Bucket`."""
         self._k, self._v = list(kv.k), list(kv.v)  # no values where layers keep latents
         self._groups, self._sums = list(kv.groups), list(kv.sums)  # of layers that have groups of tokens, in order
         self._next_group = 0
         self._page_table = page_table_SP
         self._places, self._kind, self._options, self._kernels = places, kind, options, kernels
-        self._biases = biases
+        self._biases, self._chooses = biases, chooses
         self._scales = scales or KvScales.of_one(len(kv.k))
         self._seen_in: dict[int | None, jax.Array | None] = {}  # by windows on both sides
         self._chosen: jax.Array | None = None  # positions `[T, k]` that the last index chose
@@ -181,48 +181,23 @@ class Pages:
         q_TNH, pages = absorb_and_store(qkv, self._k[place], a.slots, backend=kernels.rotate_and_store)
         self._k[place] = pages
         kv = PagedKv(pages, pages, self._page_table, a.lengths)
-
-        def read_all() -> jax.Array:
-            if self._kind == "decode":
-                return paged_decode_attention(q_TNH, kv, options, backend=kernels.paged_decode_attention)
-            return self._extend(q_TNH, kv, options)
-
-        if 0 < qkv.num_chosen < kv.max_len:
-            # Outside of branches: in them XLA would copy the half of the heads' weights that makes outputs.
-            return qkv.heads.outputs(self._read_chosen(q_TNH, qkv, kv, options, read_all))
+        if qkv.num_chosen and self._chooses:
+            return qkv.heads.outputs(self._read_chosen(q_TNH, qkv, kv, options))
         if self._kind == "decode":
             return decode_latents(q_TNH, kv, qkv.heads, options, backend=kernels.paged_decode_attention)
-        return qkv.heads.outputs(read_all())
+        return qkv.heads.outputs(self._extend(q_TNH, kv, options))
 
-    def _read_chosen(
-        self,
-        q_TNH: jax.Array,
-        qkv: LatentQkv,
-        kv: PagedKv,
-        options: AttentionOptions,
-        read_all: Callable[[], jax.Array],
-    ) -> jax.Array:
-        """What heads read of the tokens that an index chooses; `read_all` in steps where it would choose all."""
-        count, num_tokens = qkv.num_chosen, qkv.num_tokens
-        offsets = self._places.query_offsets
+    def _read_chosen(self, q_TNH: jax.Array, qkv: LatentQkv, kv: PagedKv, options: AttentionOptions) -> jax.Array:
+        """What heads read of the tokens that an index chooses: the layer's own, or else the last one before it."""
+        kernels, offsets = self._kernels, self._places.query_offsets
         if self._kind == "decode":
-            offsets = jnp.arange(num_tokens + 1, dtype=jnp.int32)
-        chooses_all = jnp.max(kv.lengths) <= count
-        index = qkv.index
-        if index is not None:
-            self._chosen = lax.cond(
-                chooses_all,
-                lambda: jnp.zeros((num_tokens, count), jnp.int32),
-                lambda: choose_tokens(index, offsets, kv, qkv.head_dim, count, backend=self._kernels.score_tokens),
+            offsets = jnp.arange(qkv.num_tokens + 1, dtype=jnp.int32)
+        if qkv.index is not None:
+            self._chosen = choose_tokens(
+                qkv.index, offsets, kv, qkv.head_dim, qkv.num_chosen, backend=kernels.score_tokens
             )
-        chosen = self._chosen
-        assert chosen is not None, "the first layer has an index"
-
-        def read_chosen() -> jax.Array:
-            return attend_to_chosen(q_TNH, chosen, offsets, kv, options, backend=self._kernels.attend_to_chosen)
-
-        out: jax.Array = lax.cond(chooses_all, read_all, read_chosen)
-        return out
+        assert self._chosen is not None, "the first layer has an index"
+        return attend_to_chosen(q_TNH, self._chosen, offsets, kv, options, backend=kernels.attend_to_chosen)
 
     def store(self, place: int, qkv: Qkv | Queries, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, and attends to nothing: zeros, of `attend`'s shape."""

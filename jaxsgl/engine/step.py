@@ -127,12 +127,13 @@ def make_step(
     states: bool = False,
     drafting: Drafting = NO_DRAFTING,
     mlp_tokens: int = 0,
+    chooses: bool = False,
 ) -> Step:
     """`step(params, state, arrays, adapter_pool, draft_params, stream) -> Stepped` of the model.
 
     Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
     `draft_params` are those of `drafting`. `stream [T, D]` comes from the pipeline stage before; None: this is
-    the first one. `mlp_tokens` is that of `Bucket`.
+    the first one. `mlp_tokens` and `chooses` are those of `Bucket`.
     """
 
     def step(
@@ -147,7 +148,7 @@ def make_step(
         page_size = state.kv.k[0].shape[2]
         table, table_SP = _noted(state, arrays)
         biases = model.attention_biases()
-        pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales, biases)
+        pages = Pages(state.kv, table_SP, arrays, kind, _options(model.arch), kernels, kv_scales, biases, chooses)
         running = None
         if state.running is not None:
             running = Running(state.running, arrays, kind, page_size, len(state.last_tokens) - 1, kernels.delta_decode)
@@ -204,7 +205,7 @@ def make_forward(
     """
     step = make_step(
         graphdef, bucket.kind, kernels, kv_scales,
-        states=bucket.states, drafting=drafting, mlp_tokens=bucket.mlp_tokens,
+        states=bucket.states, drafting=drafting, mlp_tokens=bucket.mlp_tokens, chooses=bucket.chooses,
     )  # fmt: skip
     draft_treedef = jax.tree.structure(drafting.params)
 
@@ -262,7 +263,8 @@ def make_passing(
         arrays = unpack(packed, bucket)
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
         table, table_SP = _noted(state, arrays)
-        pages = Pages(state.kv, table_SP, arrays, bucket.kind, _options(model.arch), kernels, kv_scales)
+        options = _options(model.arch)
+        pages = Pages(state.kv, table_SP, arrays, bucket.kind, options, kernels, kv_scales, chooses=bucket.chooses)
         ids = arrays.token_ids if stream is None else stream  # ids that the host knows
         context = StepContext(pages.attend, is_token=_is_token(state, arrays), kernels=kernels)
         given = model(ids, _rope_positions(arrays), context)
@@ -308,7 +310,7 @@ def make_decode_steps(
     A loop around the step: each step decodes the tokens of the one before, and the host launches and reads once for all
     of them. It compiles as fast as one step, and the pages stay in their buffers.
     """
-    step = make_step(graphdef, bucket.kind, kernels, kv_scales)
+    step = make_step(graphdef, bucket.kind, kernels, kv_scales, chooses=bucket.chooses)
 
     def decode_steps(
         params: list[jax.Array],

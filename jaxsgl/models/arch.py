@@ -231,6 +231,11 @@ class ModelArch:
         mixers = (layer.mixer for layer in self.layers if isinstance(layer.mixer, GroupedAttention))
         return tuple(dict.fromkeys(filter(None, (mixer.groups for mixer in mixers))))
 
+    @property
+    def num_chosen(self) -> int:
+        """Tokens that a query attends to at most, as an index chooses them; 0: there is no index."""
+        return 0 if self.latent is None or self.latent.index is None else self.latent.index.num_chosen
+
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that keep something of each token."""

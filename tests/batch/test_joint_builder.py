@@ -20,6 +20,7 @@ from jaxsgl.requests.request import SamplingParams
 RANKS, ROWS, PAGES = 3, 6, 8
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=ROWS, context_length=32, max_extend_tokens=32, vocab_size=100)
 BUCKETS = BucketSet.derive(SIZES, num_ranks=RANKS)
+WITH_INDEX = BucketSet.derive(replace(SIZES, num_chosen=20), num_ranks=RANKS)
 WITH_STATES = BucketSet.derive(replace(SIZES, num_snapshots=4), num_ranks=RANKS)
 GREEDY = SamplingParams(temperature=0.0)
 TEMPERATURE = [field.name for field in fields(SamplingArrays)].index("temperature")
@@ -70,7 +71,7 @@ def said_of(part: StepInputs) -> IntArray:
     return packed
 
 
-@pytest.mark.parametrize("buckets", [BUCKETS, WITH_STATES])
+@pytest.mark.parametrize("buckets", [BUCKETS, WITH_INDEX, WITH_STATES])
 @pytest.mark.parametrize("asked", [(GREEDY,), (DRAWN,), (GREEDY, DRAWN), (GREEDY, SamplingParams(logprobs=2))])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (6, 6, 6), (2, 0, 5), (0, 0, 1)])
 def test_a_step_filled_at_once_is_that_of_the_batches_of_each_rank(

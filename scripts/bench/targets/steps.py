@@ -137,6 +137,7 @@ class Served:
         if kind == "pool":
             return buckets.pool(size, EXTEND_SEQS)
         greedy = buckets.decode(size) if kind == "decode" else buckets.extend(size, EXTEND_SEQS)
+        greedy = buckets.for_longest(greedy, self.capacity.context_length)
         return dataclasses.replace(greedy, **SAMPLINGS[sampling])
 
     def table(self) -> Iterator[tuple[str, Bucket | EncodeBucket]]:
