@@ -139,10 +139,13 @@ class AttendToChosen(Protocol):
 
 
 class ScoreTokens(Protocol):
-    """The scores of `choose_tokens` on one backend."""
+    """The scores of `choose_tokens` on one backend, and the choice by them."""
 
-    def __call__(self, tiles: IndexTiles, kv: PagedKv, first: int, interpret: bool) -> jax.Array:
-        """`[n, queries, max_len or more]` float32 for keys from number `first` of an entry on; -inf after a query."""
+    def __call__(self, tiles: IndexTiles, kv: PagedKv, first: int, count: int, interpret: bool) -> jax.Array:
+        """`[n, queries, count]` int32 positions of the best scores, by keys from number `first` of an entry on.
+
+        They come in any order; -1 follows where a query sees fewer.
+        """
         ...
 
 

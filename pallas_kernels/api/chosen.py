@@ -1,7 +1,7 @@
 """Attention to some of a sequence's tokens: which ones an index chooses, and attention of each query to those.
 
-Owns the checks of both. XLA chooses on every device, by scores that are a kernel's or its own (`xla.chosen`). Used by
-the engine for layers over a latent, whose cache entries hold the index's keys, too.
+Owns the checks of both. XLA cuts queries into tiles on every device, and kernels choose for them, or itself
+(`xla.chosen`). Used by the engine for layers over a latent, whose cache entries hold the index's keys, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def choose_tokens(
     """The positions `[T, count]` int32 of the tokens of a query's sequence, up to itself, with the highest scores.
 
     Where a query sees fewer, -1 follows, and for padding tokens all are -1. Of equal scores the earlier token counts.
+    They come in any order.
 
     Args:
         index: of the T tokens, whose keys are stored already.

@@ -1,7 +1,8 @@
-"""`score_tokens` as a Pallas kernel for the Triton backend: a program per (tile of tokens, tile of queries).
+"""`score_tokens` as Pallas kernels for the Triton backend: a program per (tile of tokens, tile of queries).
 
 A program loads the keys of its tokens once for all of its queries, which are of one sequence. The heads of a query are
-the rows of a product with them, whose positive parts are weighed and added up. Called through `triton.BACKEND`.
+the rows of a product with them, whose positive parts are weighed and added up. Positions that no query of a tile sees
+get no score. By the scores `best_places` chooses. Called through `triton.BACKEND`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv
 from pallas_kernels.token_index import IndexTiles, TokenIndex
+from pallas_kernels.triton.best_places import best_places
 from pallas_kernels.triton.common import MIN_DOT, tile_rows_for
 from pallas_kernels.triton.tiles import load_rows
 
@@ -36,9 +38,17 @@ def refuse_score_tokens(index: TokenIndex, kv: PagedKv) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("first", "interpret"))
-def score_tokens(tiles: IndexTiles, kv: PagedKv, first: int, interpret: bool) -> jax.Array:
+def score_tokens(tiles: IndexTiles, kv: PagedKv, first: int, count: int, interpret: bool) -> jax.Array:
     """See `backend.ScoreTokens`."""
+    scores = _scores(tiles, kv, first, interpret)
+    num_tiles, tile, length = scores.shape
+    places = best_places(scores.reshape(-1, length), tiles.positions.reshape(-1) + 1, count, interpret)
+    return places.reshape(num_tiles, tile, count)
+
+
+@functools.partial(jax.jit, static_argnames=("first", "interpret"))
+def _scores(tiles: IndexTiles, kv: PagedKv, first: int, interpret: bool) -> jax.Array:
+    """`[n, queries, max_len or more]` float32; any number at positions that a query doesn't see."""
     num_tiles, tile, num_heads, _ = tiles.queries.shape
     shape = tuning.shape_class(jax.ShapeDtypeStruct((num_tiles, *tiles.queries.shape[2:]), tiles.queries.dtype), kv)
     blocks = tuning.blocks("score_tokens", "triton", shape)
@@ -87,12 +97,6 @@ def _kernel(
             weights = plgpu.load(weights_ref.at[tile, query, head], mask=head < num_heads, other=0.0)
             of_heads = lax.dot(q, keys.T, precision=precision, preferred_element_type=jnp.float32)
             found += jnp.sum(jnp.maximum(of_heads, 0.0) * weights[:, None], axis=0)
-        position = positions_ref[tile, query]
-        plgpu.store(out_ref.at[tile, query, at], jnp.where(at <= position, found, -jnp.inf))
+        plgpu.store(out_ref.at[tile, query, at], found)
 
-    def see_nothing(query: jax.Array, _: None) -> None:
-        plgpu.store(out_ref.at[tile, query, at], jnp.full((tile_tokens,), -jnp.inf))
-
-    is_any_seen = piece * tile_tokens <= last
-    pl.when(is_any_seen)(lambda: lax.fori_loop(0, num_queries, score, None))
-    pl.when(~is_any_seen)(lambda: lax.fori_loop(0, num_queries, see_nothing, None))
+    pl.when(piece * tile_tokens <= last)(lambda: lax.fori_loop(0, num_queries, score, None))

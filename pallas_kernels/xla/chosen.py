@@ -1,7 +1,7 @@
 """`choose_tokens` and `attend_to_chosen` in XLA. Called through `api.chosen`.
 
 Choosing goes by tiles of queries of one sequence, which read its keys together; a tile's scores are one array over all
-positions, filled piece by piece or by a kernel, of which `top_k` takes the largest. Attention gathers the chosen
+positions, filled piece by piece, of which `top_k` takes the largest, or kernels do both. Attention gathers the chosen
 entries of a few queries at a time: the heads of one query share them, so that the products have N rows. What is kept at
 once is bounded by the constants below, whatever the number of tokens.
 """
@@ -72,8 +72,8 @@ def choose_tokens(
 ) -> jax.Array:  # fmt: skip
     """See `api.chosen`. Reads the keys of a sequence once for each `_CHOOSING` of its queries.
 
-    `scored`: a kernel that scores; None: XLA does. `group`: the cache's entries are those of so many tokens each, which
-    queries see from the last of these on; lengths count tokens, and what is returned entries.
+    `scored`: what scores and chooses by kernels; None: XLA does. `group`: the cache's entries are those of so many
+    tokens each, which queries see from the last of these on; lengths count tokens, and what is returned entries.
     """
     num_tokens, num_seqs, page_size = len(index.queries), kv.num_seqs, kv.page_size
     tile = min(_CHOOSING, -(-num_tokens // num_seqs))
@@ -114,10 +114,10 @@ def choose_tokens(
                 scores = fill(jnp.int32(0), scores)
             else:
                 scores = lax.fori_loop(0, jnp.max(positions) // tile_len + 1, fill, scores)
+            best, at = lax.top_k(scores, count)
+            places = jnp.where(best > -jnp.inf, at.astype(jnp.int32), -1)
         else:
-            scores = scored(IndexTiles(*asked, positions, seqs), kv, first, interpret)
-        best, places = lax.top_k(scores, count)
-        places = jnp.where(best > -jnp.inf, places.astype(jnp.int32), -1)
+            places = scored(IndexTiles(*asked, positions, seqs), kv, first, count, interpret)
         return chosen.at[tokens].set(places, mode="drop")
 
     start = jnp.full((num_tokens, count), -1, jnp.int32)

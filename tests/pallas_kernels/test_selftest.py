@@ -300,7 +300,8 @@ def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(
 
     def wrong(*arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(kernel.run(*arguments))
-        return jax.tree.unflatten(tree, [leaves[0].at[0].set(0.5), *leaves[1:]])
+        first = leaves[0].at[0].set(jnp.asarray(0.5, leaves[0].dtype))  # of positions 0
+        return jax.tree.unflatten(tree, [first, *leaves[1:]])
 
     changes: dict[str, Any] = {field: Kernel(wrong)}
     monkeypatch.setitem(BACKEND_OF_NAME, BACKEND, dataclasses.replace(BACKEND_OF_NAME[BACKEND], **changes))

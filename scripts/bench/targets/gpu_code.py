@@ -32,6 +32,7 @@ OUR_NAMES = (
     "absorb_and_store",
     "attend_to_chosen",
     "score_tokens",
+    "best_places",
     "delta_",
     "merge_",
     "paged_",
