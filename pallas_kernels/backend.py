@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.delta_tokens import Heads, Sequences, Solved, SolvedByChannel, StateTokens
 from pallas_kernels.experts import GatedUnit, Groups, UnitWeights
+from pallas_kernels.grouped_tokens import GroupedCache
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.norm import Addend
 from pallas_kernels.options import AttentionOptions
@@ -135,6 +136,28 @@ class AttendToChosen(Protocol):
         interpret: bool,
     ) -> jax.Array:
         """Queries `[T, N, H]` at offsets `[S + 1]`, positions `[T, k]`; returns `[T, N, value_dim or more]`."""
+        ...
+
+
+class AttendToGroups(Protocol):
+    """The attention of `attend_to_groups` on one backend."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        chosen: jax.Array | None,
+        query_offsets: jax.Array,
+        cache: GroupedCache,
+        size: int,
+        sinks: jax.Array | None,
+        options: AttentionOptions,
+        interpret: bool,
+    ) -> jax.Array:
+        """Queries `[T, N, H]` at offsets `[S + 1]`, whose tokens are stored; returns `[T, N, H]` in q's dtype.
+
+        `chosen [T, k]` are numbers of groups of `size` tokens, -1 for none; None: all that have ended are attended to,
+        if the cache has any.
+        """
         ...
 
 
@@ -531,6 +554,8 @@ class Backend:
     """None where scores have no biases by distance."""
     attend_to_chosen: Kernel[AttendToChosen] | None = None
     """None where XLA gathers what is chosen."""
+    attend_to_groups: Kernel[AttendToGroups] | None = None
+    """None where XLA gathers windows and entries of groups."""
     score_tokens: Kernel[ScoreTokens] | None = None
     """None where XLA scores what an index chooses from."""
     cuts_entries: bool = False

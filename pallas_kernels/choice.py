@@ -32,13 +32,15 @@ class KernelChoice:
     """Of a decode whose kernel stores too; "xla": of the parts above, each on its own backend."""
     delta_decode: str = AUTO
     attend_to_chosen: str = AUTO
+    attend_to_groups: str = AUTO
     score_tokens: str = AUTO
 
     @classmethod
     def of_attention(cls, backend: str) -> KernelChoice:
         """Attention on `backend`. With "xla" it also stores; else "auto" does, since not all that attend can store."""
         store = XLA if backend == XLA else AUTO
-        return cls(store, store, backend, backend, attend_to_chosen=store, score_tokens=store)
+        others = dict.fromkeys(("attend_to_chosen", "attend_to_groups", "score_tokens"), store)
+        return cls(store, store, backend, backend, **others)
 
     def with_backends(self, backends: Mapping[str, str]) -> KernelChoice:
         """The same choice, with other backends for some operations."""

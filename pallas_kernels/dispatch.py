@@ -38,6 +38,7 @@ class ImpossibleBackend(ValueError):
 _COST_OF_XLA: Mapping[str, str] = {
     "paged_decode_attention": "a loop in each layer that the host steps, many times as slow",
     "paged_extend_attention": "a loop in each layer that the host steps, many times as slow",
+    "attend_to_groups": "entries gathered into arrays, several times the traffic",
     "attend_to_chosen": "a loop in each layer that the host steps, many times as slow",
     "score_tokens": "a loop in each layer that the host steps, many times as slow",
     "grouped_product": "a loop over experts in each layer that the host steps, many times as slow",

@@ -11,7 +11,8 @@ before take part by numbers and gates of their own. A key of an index, which cho
 Groups begin at multiples of m and pages hold whole groups. So a page holds the entries of its groups and, in `sums`,
 what the softmax has added up for the group that its last token is in: the next step goes on from there, and a prefix of
 whole pages needs nothing else. Sums are no function of what a token stores alone: a token must be computed once, in
-order. Source: DeepSeek-V4's report, 2.3. Made by models; read by `xla.grouped`.
+order. Source: DeepSeek-V4's report, 2.3. Made by models; read by
+`api.grouped` and by what it calls.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.paged_kv import PagedKv
+from pallas_kernels.token_index import TokenIndex
 
 LOWEST = -1e30  # the gate of no token: finite, so that subtracting it from itself gives 0
 
@@ -91,6 +95,13 @@ class GroupParts:
         """m, tokens of a group."""
         return int(self.bias.shape[0])
 
+    @property
+    def index(self) -> TokenIndex | None:
+        """What the tokens ask. They bring no keys: those of groups are stored with entries."""
+        if self.index_queries is None or self.index_weights is None:
+            return None
+        return TokenIndex(self.index_queries, self.index_weights, self.index_queries[:0, 0])
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +131,40 @@ class GroupedCache:
     """`[S, P]` int32."""
     lengths: jax.Array
     """`[S]` int32, tokens of each sequence, the step's included."""
+
+    def of_tokens(self) -> PagedKv:
+        """Entries of tokens as keys and values."""
+        return PagedKv(self.tokens, self.tokens, self.page_table, self.lengths)
+
+    def of_groups(self) -> PagedKv:
+        """Entries of groups likewise; lengths count tokens."""
+        assert self.groups is not None
+        return PagedKv(self.groups, self.groups, self.page_table, self.lengths)
+
+    @property
+    def most_groups(self) -> int:
+        """The most that a sequence has."""
+        return 0 if self.groups is None else self.page_table.shape[1] * self.groups.shape[2]
+
+
+class Places(NamedTuple):
+    """Where a step's T tokens are.
+
+    Attributes:
+      seqs: `[T]` the sequence of each.
+      positions: `[T]` int32, -1 for padding.
+    """
+
+    seqs: jax.Array
+    positions: jax.Array
+
+
+def places_of(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int) -> Places:
+    """Of the last tokens of sequences of `lengths [S]`, which are whose as `query_offsets [S + 1]` say."""
+    number = jnp.arange(num_tokens, dtype=jnp.int32)
+    seqs = jnp.minimum(jnp.sum(query_offsets[1:] <= number[:, None], axis=1), len(lengths) - 1)
+    positions = number + (lengths - query_offsets[1:]).at[seqs].get(mode="promise_in_bounds")
+    return Places(seqs, jnp.where((number < query_offsets[-1]) & (positions >= 0), positions, -1))
 
 
 def turn_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -19,8 +19,10 @@ from pallas_kernels.api.attention import (
     store_and_decode,
 )
 from pallas_kernels.api.chosen import attend_to_chosen, choose_tokens
+from pallas_kernels.api.grouped import attend_to_stored_groups
 from pallas_kernels.api.products import float8_product, float8_rows, quantized_product
 from pallas_kernels.api.stores import absorb_and_store, rotate_and_store, store_kv
+from pallas_kernels.grouped_tokens import GroupedCache
 from pallas_kernels.latent import LatentHeads, LatentQkv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
@@ -263,6 +265,75 @@ def store_decoded(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupedSpec:
+    """The static side of attention to a window and to entries of groups. Letters as in `grouped_tokens`."""
+
+    num_seqs: int
+    """S."""
+    num_tokens: int
+    """T of an extend; in a decode, T is S."""
+    pages_per_seq: int
+    page_size: int
+    num_heads: int
+    """N."""
+    head_dim: int
+    """H."""
+    window: int
+    size: int = 0
+    """m; 0: queries attend to the window alone."""
+    index_size: int = 0
+    """Numbers of an entry after H, of the key of an index."""
+    num_chosen: int = 0
+    """Entries that an index chooses; 0: all are attended to."""
+    dtype: Any = jnp.bfloat16
+
+    @property
+    def name(self) -> str:
+        """Such as "grouped_m4_g64_k512_bfloat16"."""
+        chosen = [f"k{self.num_chosen}"] if self.num_chosen else []
+        return "_".join(["grouped", f"m{self.size}", f"g{self.num_heads}", *chosen, jnp.dtype(self.dtype).name])
+
+    def pages(self, num_entries: int, width: int) -> jax.ShapeDtypeStruct:
+        """A cache of pages of so many entries."""
+        return jax.ShapeDtypeStruct((1 + self.num_seqs * self.pages_per_seq, 1, num_entries, width), self.dtype)
+
+    def args(self, num_tokens: int) -> tuple[Any, ...]:
+        """q, chosen, query_offsets, cache and sinks, as shapes."""
+        pages: Any = self.pages(self.page_size, self.head_dim)
+        groups: Any = self.pages(self.page_size // self.size, self.head_dim + self.index_size) if self.size else None
+        table: Any = _int32(self.num_seqs, self.pages_per_seq)
+        lengths: Any = _int32(self.num_seqs)
+        q = jax.ShapeDtypeStruct((num_tokens, self.num_heads, self.head_dim), self.dtype)
+        chosen = _int32(num_tokens, self.num_chosen) if self.num_chosen else None
+        sinks = jax.ShapeDtypeStruct((self.num_heads,), jnp.float32)
+        return q, chosen, _int32(self.num_seqs + 1), GroupedCache(pages, groups, None, table, lengths), sinks
+
+    def calls(self) -> tuple[_Call, ...]:
+        """A decode and an extend: function, arguments as shapes, and keyword arguments."""
+        told = {"size": self.size, "options": AttentionOptions(sliding_window=self.window)}
+        return (
+            (decode_groups, self.args(self.num_seqs), told),
+            (extend_groups, self.args(self.num_tokens), told),
+        )
+
+
+def decode_groups(
+    q: jax.Array, chosen: jax.Array | None, query_offsets: jax.Array, cache: GroupedCache, sinks: jax.Array,
+    **choice: Any,
+) -> jax.Array:  # fmt: skip
+    """`attend_to_groups` of one token of each sequence, which is stored."""
+    return attend_to_stored_groups(q, chosen, query_offsets, cache, sinks=sinks, **choice)
+
+
+def extend_groups(
+    q: jax.Array, chosen: jax.Array | None, query_offsets: jax.Array, cache: GroupedCache, sinks: jax.Array,
+    **choice: Any,
+) -> jax.Array:  # fmt: skip
+    """`attend_to_groups` of more tokens."""
+    return attend_to_stored_groups(q, chosen, query_offsets, cache, sinks=sinks, **choice)
+
+
+@dataclasses.dataclass(frozen=True)
 class ProductSpec:
     """The static side of a `quantized_product`, or a `float8_product`. Letters as in its docstring."""
 
@@ -446,6 +517,13 @@ LATENT_SPECS = tuple(
     )
     for num_groups in every
 )  # fmt: skip
+
+# DeepSeek V4's layers: on one device, on four and on two of its larger model, and on one in float32.
+GROUPED_SPECS = tuple(
+    GroupedSpec(32, 1024, 1024, 128, num_heads, 512, 128, size, index_size, num_chosen, dtype)
+    for num_heads, dtype in ((64, jnp.bfloat16), (16, jnp.float16), (64, jnp.float32), (128, jnp.bfloat16))
+    for size, index_size, num_chosen in ((4, 128, 512), (128, 0, 0), (0, 0, 0))
+)
 
 # Products of Qwen3-8B's layer in the formats that are published, for each of the kernel's tiles; and odd sizes.
 PRODUCT_SPECS = (

@@ -23,6 +23,7 @@ OP_OF_NAME = {
     "float8": "float8_product",
     "states": "delta_decode",
     "chosen": "attend_to_chosen",
+    "grouped": "attend_to_groups",
     "index": "score_tokens",
 }
 BACKENDS_OF_NAME = {
@@ -37,6 +38,7 @@ BACKENDS_OF_NAME = {
     "float8": ("auto", "xla", "triton", "mosaic_gpu", "reference"),
     "states": ("auto", "xla", "native", "triton"),
     "chosen": ("auto", "xla", "triton"),
+    "grouped": ("auto", "xla", "triton"),
     "index": ("auto", "xla", "triton"),
 }
 

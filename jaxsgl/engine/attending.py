@@ -167,7 +167,11 @@ class Pages:
             own = self._groups[self._next_group], self._sums[self._next_group]
         cache = GroupedCache(self._k[place], *own, self._page_table, a.lengths)
         options = self._options[place].for_heads(qkv.queries.shape[2])
-        out_TNH, cache = attend_to_groups(qkv, cache, a.slots, offsets, options, sinks)
+        kernels = self._kernels
+        out_TNH, cache = attend_to_groups(
+            qkv, cache, a.slots, offsets, options, sinks,
+            backend=kernels.attend_to_groups, index_backend=kernels.score_tokens,
+        )  # fmt: skip
         self._k[place] = cache.tokens
         if cache.groups is not None and cache.sums is not None:
             self._groups[self._next_group], self._sums[self._next_group] = cache.groups, cache.sums

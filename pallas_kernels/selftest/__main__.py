@@ -33,6 +33,7 @@ from pallas_kernels.target import target_device
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # begins XLA's message
 MAX_NOTE = 300  # characters
+_OF_HEADS = ("rotate_and_store", "store_kv", "store_and_decode", "paged_decode_attention", "paged_extend_attention")
 Cases = Mapping[str, Callable[[KernelShapes], Iterator[Case]]]
 
 
@@ -90,9 +91,14 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
     """Whether the model uses it.
 
     A kernel that rotates stores too, only some devices store in a decode, where it doesn't XLA stores latents, only
-    mixtures have experts, and few models states, an index, or weights in groups or of float8.
+    mixtures have experts, and few models states, an index, or weights in groups or of float8. Windows and groups of
+    tokens have attention of their own.
     """
     shapes = KernelShapes.from_json(request.shapes)
+    if op == "attend_to_groups":
+        return bool(shapes.grouped)
+    if op in _OF_HEADS and shapes.grouped:
+        return False
     if op in ("store_kv", "store_and_decode") and shapes.has_latents:
         return False
     if op == "grouped_product":
@@ -104,8 +110,11 @@ def _is_used(op: str, request: Request, known: list[Verdict]) -> bool:
         return of_matrices or any(each.may_be_in_float8 for each in shapes.experts)
     if op == "delta_decode":
         return bool(shapes.states)
-    if op in ("attend_to_chosen", "score_tokens"):
+    if op == "attend_to_chosen":
         return any(each.num_chosen for each in shapes.latents)
+    if op == "score_tokens":
+        has_chosen = any(each.num_chosen for each in shapes.latents)
+        return has_chosen or any(each.num_chosen for each in shapes.grouped)
     if op == "ordered_product":
         return shapes.in_fixed_order
     if op == "store_and_decode":  # else a store and a decode follow each other, which have tests of their own

@@ -118,6 +118,29 @@ class LatentShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupedShape:
+    """The groups of tokens of a layer that attends to a window and to entries of these."""
+
+    size: int = 0
+    """m, tokens of a group; 0: the layer attends to the window alone."""
+    width: int = 0
+    """W, numbers of an entry."""
+    num_chosen: int = 0
+    """Entries that an index chooses for a query; 0: all are attended to."""
+    index_heads: int = 0
+    """Heads of the index's queries."""
+
+    def index_shapes(self, shapes: KernelShapes) -> KernelShapes:
+        """Those of a model with latents whose tokens are these entries, for its index."""
+        latent = LatentShape(0, 0, shapes.head_dim, self.num_chosen, self.index_heads, self.width - shapes.head_dim)
+        options = AttentionOptions(value_dim=shapes.head_dim)
+        return dataclasses.replace(
+            shapes, page_size=shapes.page_size // self.size, head_dim=self.width, latents=(latent,), grouped=(),
+            attention=(options,),
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelShapes:
     """The kernels' arguments but for their numbers of sequences and tokens. Letters as in the ops' docstrings."""
 
@@ -161,6 +184,8 @@ class KernelShapes:
     """Those that are quantized, but for experts'."""
     states: tuple[StateShape, ...] = ()
     latents: tuple[LatentShape, ...] = ()
+    grouped: tuple[GroupedShape, ...] = ()
+    """Of layers over windows and groups of tokens, which call no other attention."""
     in_fixed_order: bool = False
     """Whether sums have one order (`order`), those of products and norms too."""
 
@@ -187,8 +212,9 @@ class KernelShapes:
         matrices = tuple(MatrixShape(**each) for each in values["matrices"])
         states = tuple(StateShape(**each) for each in values.get("states", ()))
         latents = tuple(LatentShape(**each) for each in values.get("latents", ()))
-        tuples = (attention, experts, matrices, states, latents)
+        grouped = tuple(GroupedShape(**each) for each in values.get("grouped", ()))
+        tuples = (attention, experts, matrices, states, latents, grouped)
         return cls(**{**values, **dict(zip(_TUPLES, tuples, strict=True))})
 
 
-_TUPLES = ("attention", "experts", "matrices", "states", "latents")
+_TUPLES = ("attention", "experts", "matrices", "states", "latents", "grouped")

@@ -46,6 +46,7 @@ BACKEND = Backend(
     absorb_and_store=_kernel("absorb_and_store", "absorb_and_store", "refuse_absorb_and_store"),
     decode_latents=_kernel("decode", "decode_latents", "refuse_decode_latents"),
     attend_to_chosen=_kernel("chosen", "attend_to_chosen", "refuse_attend_to_chosen"),
+    attend_to_groups=_kernel("grouped", "attend_to_groups", "refuse_attend_to_groups"),
     score_tokens=_kernel("index_scores", "score_tokens", "refuse_score_tokens"),
     cuts_entries=True,
     platform="gpu",

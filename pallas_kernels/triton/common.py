@@ -8,7 +8,8 @@ The loop's loads are what the Triton compiler turns into asynchronous copies, so
 
 import dataclasses
 import functools
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -176,19 +177,57 @@ def attend_rows(
     All rows see all of the tiles before `all_seen_until`, if given; these are computed without masks. Returns the
     output, float32, and `[R]` its log-sum-exp as `merge_splits` takes it. A row that sees nothing yields zeros.
     """
-    num_rows = rows.position.shape[0]
     begin, end = tiles
-    state: Any = (
-        kv.page(begin),
-        jnp.full((num_rows,), -jnp.inf, jnp.float32),
-        jnp.zeros((num_rows,), jnp.float32),
-        tuple(jnp.zeros((num_rows, width), jnp.float32) for width in kv.value_widths),
-    )
+    state: Any = (kv.page(begin), *_nothing_seen(rows, kv))
     if all_seen_until is not None:
         middle = jnp.clip(all_seen_until, begin, end)
         state = lax.fori_loop(begin, middle, functools.partial(_add_tile, rows, kv, options, False), state)
         begin = middle
-    _, top, total, acc = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
+    state = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
+    return _finished(rows, kv, state[1:])
+
+
+class Side(NamedTuple):
+    """A part of what rows attend to; see `attend_to_sides`.
+
+    Attributes:
+      rows: with positions as `kv` counts them.
+      kv: whose values have as many numbers as those of other sides.
+      tiles: the first one, and the one after the last.
+      options: with the side's own window.
+    """
+
+    rows: Rows
+    kv: TiledKv
+    tiles: tuple[jax.Array, jax.Array]
+    options: AttentionOptions
+
+
+def attend_to_sides(sides: Sequence[Side]) -> tuple[Parts, jax.Array]:
+    """Attention of the same rows to all sides, by one softmax; returns what `attend_rows` does."""
+    first = sides[0]
+    softmax = _nothing_seen(first.rows, first.kv)
+    for rows, kv, tiles, options in sides:
+        state = (kv.page(tiles[0]), *softmax)
+        softmax = lax.fori_loop(*tiles, functools.partial(_add_tile, rows, kv, options, True), state)[1:]
+    return _finished(first.rows, first.kv, softmax)
+
+
+# A running softmax in powers of two: of each row the highest score, the sum of weights, and that of weighed values.
+_Softmax: TypeAlias = tuple[jax.Array, jax.Array, Parts]
+
+
+def _nothing_seen(rows: Rows, kv: TiledKv) -> _Softmax:
+    num_rows = rows.position.shape[0]
+    return (
+        jnp.full((num_rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((num_rows,), jnp.float32),
+        tuple(jnp.zeros((num_rows, width), jnp.float32) for width in kv.value_widths),
+    )
+
+
+def _finished(rows: Rows, kv: TiledKv, softmax: _Softmax) -> tuple[Parts, jax.Array]:
+    top, total, acc = softmax
     seen = jnp.where(total > 0, total, 1.0)
     if rows.sinks is not None:
         seen = seen + jnp.where(total > 0, jnp.exp2(rows.sinks * LOG2_E - top), 0.0)

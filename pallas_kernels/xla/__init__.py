@@ -5,6 +5,7 @@ from pallas_kernels.xla.chosen import attend_to_chosen
 from pallas_kernels.xla.decode import decode_attention
 from pallas_kernels.xla.extend import extend_attention
 from pallas_kernels.xla.float8_product import float8_product, float8_rows
+from pallas_kernels.xla.grouped import attend_to_groups
 from pallas_kernels.xla.grouped_product import (
     grouped_float8_product,
     grouped_product,
@@ -29,4 +30,5 @@ BACKEND = Backend(
     float8_product=Kernel(float8_product),
     grouped_float8_product=Kernel(grouped_float8_product),
     attend_to_chosen=Kernel(attend_to_chosen),
+    attend_to_groups=Kernel(attend_to_groups),
 )

@@ -1,9 +1,8 @@
-"""Attention to a window of tokens and to entries of groups of tokens (`grouped_tokens`) in XLA, on every device.
+"""Attention to a window of tokens and to entries of groups of tokens (`grouped_tokens`) in XLA.
 
-Stores what is new, makes the entries of the groups that the step's tokens end, then attends, a few queries of one
-sequence at a time. With an index, `xla.chosen` chooses the entries that are read, by the keys that there are. Without
-one, each reads those of as many groups as the longest sequence can have that the cache holds. Called through
-`api.grouped`.
+On every device it stores what is new, with the entries of the groups that the step's tokens end. Attention, where no
+kernel takes its place, goes by a few queries of one sequence at a time: they read what an index chose; without one, the
+entries of as many groups as the longest sequence can have that the cache holds. Called through `api.grouped`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dots import dot_precision
-from pallas_kernels.grouped_tokens import GroupedCache, GroupedQkv, GroupParts, Sums, no_tokens, num_sums, turn_pairs
+from pallas_kernels.grouped_tokens import (
+    GroupedCache,
+    GroupedQkv,
+    GroupParts,
+    Sums,
+    no_tokens,
+    num_sums,
+    places_of,
+    turn_pairs,
+)
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.options import AttentionOptions, with_sinks
-from pallas_kernels.paged_kv import PagedKv, to_format
+from pallas_kernels.paged_kv import to_format
 from pallas_kernels.target import target_device
-from pallas_kernels.token_index import TokenIndex
-from pallas_kernels.xla.chosen import choose_tokens, read_rows, tiles_of
+from pallas_kernels.xla.chosen import read_rows, tiles_of
 from pallas_kernels.xla.common import UNSEEN, from_bits, gather_tiles, take
 from pallas_kernels.xla.store import store_pages
 
@@ -47,36 +54,16 @@ class _Tokens(NamedTuple):
     slots: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("options",))
-def store_and_attend(
-    qkv: GroupedQkv,
-    cache: GroupedCache,
-    slots: jax.Array,
-    query_offsets: jax.Array,
-    options: AttentionOptions,
-    sinks: jax.Array | None,
-) -> tuple[jax.Array, GroupedCache]:
-    """The output `[T, N, H]`, and the cache with the step's tokens.
-
-    Args:
-        qkv: of the T tokens.
-        cache: with pages that hold whole groups.
-        slots: `[T]` int32, where tokens are stored; padding in page 0.
-        query_offsets: `[S + 1]` int32, whose tokens are whose.
-        options: scale and window.
-        sinks: `[N]` float32, which join the denominators of softmaxes; None: there are none.
-    """
+@jax.jit
+def store(qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array, query_offsets: jax.Array) -> GroupedCache:
+    """The cache with the step's tokens; see `api.grouped`. Padding has slots in page 0."""
     num_tokens, page_size = len(slots), cache.tokens.shape[2]
-    seqs = jnp.minimum(jnp.sum(query_offsets[1:] <= jnp.arange(num_tokens)[:, None], axis=1), len(cache.lengths) - 1)
-    number = jnp.arange(num_tokens, dtype=jnp.int32)
-    positions = number + take(cache.lengths, seqs) - take(query_offsets[1:], seqs)
-    is_token = (slots >= page_size) & (number < query_offsets[-1]) & (positions >= 0)
-    tokens = _Tokens(seqs, jnp.where(is_token, positions, -1), number == take(query_offsets, seqs), slots)
+    seqs, positions = places_of(query_offsets, cache.lengths, num_tokens)
+    is_first = jnp.arange(num_tokens) == take(query_offsets, seqs)
+    tokens = _Tokens(seqs, jnp.where(slots >= page_size, positions, -1), is_first, slots)
     new = to_format(qkv.entries[:, None], cache.tokens.dtype)
     cache = dataclasses.replace(cache, tokens=store_pages(cache.tokens, new, slots))
-    if qkv.groups is not None:
-        cache = _with_groups(qkv.groups, qkv.entries.shape[1], cache, tokens)
-    return _attend(qkv, cache, query_offsets, options, sinks), cache
+    return cache if qkv.groups is None else _with_groups(qkv.groups, qkv.entries.shape[1], cache, tokens)
 
 
 def _with_groups(parts: GroupParts, head_dim: int, cache: GroupedCache, tokens: _Tokens) -> GroupedCache:
@@ -161,22 +148,22 @@ def _finished(parts: GroupParts, head_dim: int, sums: Sums, positions: jax.Array
     return jnp.concatenate(made, axis=-1)
 
 
-def _attend(
-    qkv: GroupedQkv, cache: GroupedCache, query_offsets: jax.Array, options: AttentionOptions, sinks: jax.Array | None
-) -> jax.Array:
-    num_tokens, num_heads, head_dim = qkv.queries.shape
+@functools.partial(jax.jit, static_argnames=("size", "options", "interpret"))
+def attend_to_groups(
+    q: jax.Array, chosen: jax.Array | None, query_offsets: jax.Array, cache: GroupedCache, size: int,
+    sinks: jax.Array | None, options: AttentionOptions, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """See `backend.AttendToGroups`."""
+    num_tokens, num_heads, head_dim = q.shape
     num_seqs, page_size = len(cache.lengths), cache.tokens.shape[2]
     window = options.longest_view(cache.page_table.shape[1] * page_size)
     tile = min(_QUERIES, -(-num_tokens // num_seqs))
     tiles = tiles_of(query_offsets, cache.lengths, num_tokens, tile)
-    chosen = _chosen(qkv.groups, cache, query_offsets, head_dim)
-    num_entries = _num_groups(cache) if chosen is None else tile * chosen.shape[1]
-    batch = max(1, min(_QUERIES // tile, num_seqs, _MOST_ENTRIES // num_entries))
-    dtype = jnp.dtype(jnp.float32) if target_device().platform == "cpu" else qkv.queries.dtype
+    num_entries = cache.most_groups if chosen is None else tile * chosen.shape[1]
+    batch = max(1, min(_QUERIES // tile, num_seqs, _MOST_ENTRIES // max(1, num_entries)))
+    dtype = jnp.dtype(jnp.float32) if target_device().platform == "cpu" else q.dtype
     scale = options.scale(head_dim)
-    product = functools.partial(
-        jnp.einsum, precision=dot_precision(qkv.queries), preferred_element_type=jnp.dtype(jnp.float32)
-    )
+    product = functools.partial(jnp.einsum, precision=dot_precision(q), preferred_element_type=jnp.dtype(jnp.float32))
 
     def attend(i: jax.Array, out: jax.Array) -> jax.Array:
         mine = jnp.minimum(i * batch + jnp.arange(batch), len(tiles.seqs) - 1)
@@ -185,9 +172,9 @@ def _attend(
         sides = [_window(cache, seqs, positions, window, head_dim)]
         if chosen is not None:
             sides.append(_chosen_groups(cache, seqs, take(chosen, inside), head_dim))
-        elif qkv.groups is not None:
-            sides.append(_groups(qkv.groups, cache, seqs, positions, head_dim))
-        rows = (take(qkv.queries, inside).astype(jnp.float32) * scale).astype(dtype)
+        elif cache.groups is not None:
+            sides.append(_groups(size, cache, seqs, positions, head_dim))
+        rows = (take(q, inside).astype(jnp.float32) * scale).astype(dtype)
         keys = [side.readable().astype(dtype) for side in sides]
         axes = ["bkh" if each.ndim == 3 else "bqkh" for each in keys]
         found = [product(f"bqnh,{of_keys}->bqnk", rows, each) for of_keys, each in zip(axes, keys, strict=True)]
@@ -200,7 +187,7 @@ def _attend(
         read = sum(product(f"bqnk,{each}->bqnh", *both) for each, *both in zip(axes, cuts, keys, strict=True))
         return out.at[tokens].set((read / total[..., None]).astype(out.dtype), mode="drop")
 
-    nothing = jnp.zeros((num_tokens, num_heads, head_dim), qkv.queries.dtype)
+    nothing = jnp.zeros((num_tokens, num_heads, head_dim), q.dtype)
     if len(tiles.seqs) <= batch:
         return attend(jnp.int32(0), nothing)
     return lax.fori_loop(0, (tiles.number + batch - 1) // batch, attend, nothing)
@@ -223,11 +210,6 @@ class _Side(NamedTuple):
         return jnp.where(is_read[..., None], self.keys, 0)
 
 
-def _num_groups(cache: GroupedCache) -> int:
-    """The most that a sequence has; 1 without groups."""
-    return 1 if cache.groups is None else cache.page_table.shape[1] * cache.groups.shape[2]
-
-
 def _window(cache: GroupedCache, seqs: jax.Array, positions: jax.Array, window: int, head_dim: int) -> _Side:
     """Entries of the tokens that tiles of queries may see. `positions [b, q]` of a tile follow one another."""
     page_size, max_len = cache.tokens.shape[2], cache.page_table.shape[1] * cache.tokens.shape[2]
@@ -240,25 +222,12 @@ def _window(cache: GroupedCache, seqs: jax.Array, positions: jax.Array, window: 
     return _Side(keys, (key_at >= 0) & (key_at <= here) & (key_at > here - window))
 
 
-def _groups(parts: GroupParts, cache: GroupedCache, seqs: jax.Array, positions: jax.Array, head_dim: int) -> _Side:
+def _groups(size: int, cache: GroupedCache, seqs: jax.Array, positions: jax.Array, head_dim: int) -> _Side:
     """Entries of groups that have ended, the query's own included."""
     assert cache.groups is not None
     entries = from_bits(gather_tiles(cache.groups, take(cache.page_table, seqs))[:, 0], cache.groups.dtype)
-    is_seen = jnp.arange(entries.shape[1]) < ((positions + 1) // parts.size)[..., None]
+    is_seen = jnp.arange(entries.shape[1]) < ((positions + 1) // size)[..., None]
     return _Side(entries[..., :head_dim], is_seen)
-
-
-def _chosen(parts: GroupParts | None, cache: GroupedCache, query_offsets: jax.Array, head_dim: int) -> jax.Array | None:
-    """`[T, k]` the groups that an index chooses, of equal ones the earlier, -1 for none; None: all are attended to."""
-    if parts is None or parts.index_queries is None or parts.index_weights is None:
-        return None
-    if parts.num_chosen >= _num_groups(cache):
-        return None
-    assert cache.groups is not None
-    # Keys of groups are stored with their entries: the step's tokens bring none.
-    index = TokenIndex(parts.index_queries, parts.index_weights, parts.index_queries[:0, 0])
-    kv = PagedKv(cache.groups, cache.groups, cache.page_table, cache.lengths)
-    return choose_tokens(index, query_offsets, kv, head_dim, parts.num_chosen, None, False, parts.size)
 
 
 def _chosen_groups(cache: GroupedCache, seqs: jax.Array, chosen: jax.Array, head_dim: int) -> _Side:

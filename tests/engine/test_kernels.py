@@ -43,9 +43,8 @@ def test_words_that_name_nothing_are_refused(tiny_config: ConfigMaker, words: tu
 def test_kernels_override_the_attention_backend(tiny_config: ConfigMaker) -> None:
     config = tiny_config(attention_backend="xla", kernels=("decode=reference", "norm=triton"))
     chosen = asked_kernels(config, read_arch(config, resolve_model_folder(config.model, None)))
-    assert chosen == KernelChoice(
-        "xla", "xla", "reference", "xla", "triton", "auto", attend_to_chosen="xla", score_tokens="xla"
-    )
+    of_others = dict.fromkeys(("attend_to_chosen", "attend_to_groups", "score_tokens"), "xla")
+    assert chosen == KernelChoice("xla", "xla", "reference", "xla", "triton", "auto", **of_others)
 
 
 def test_experts_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) -> None:
@@ -53,9 +52,9 @@ def test_experts_of_a_model_without_any_are_refused(tiny_config: ConfigMaker) ->
         Engine(tiny_config(kernels=("experts=xla",)), progress=False)
 
 
-@pytest.mark.parametrize("name", ["chosen", "index"])
+@pytest.mark.parametrize("name", ["chosen", "grouped", "index"])
 def test_what_an_index_chooses_in_a_model_without_one_is_refused(name: str, tiny_config: ConfigMaker) -> None:
-    with pytest.raises(ConfigError, match=f"--kernels names {name}, but Qwen3ForCausalLM attends to all tokens"):
+    with pytest.raises(ConfigError, match=f"--kernels names {name}, but Qwen3ForCausalLM has no "):
         Engine(tiny_config(kernels=(f"{name}=xla",)), progress=False)
 
 

@@ -18,11 +18,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.specs import (
     GRID_SPECS,
+    GROUPED_SPECS,
     HOPPER_PRODUCT_SPECS,
     LATENT_SPECS,
     PRODUCT_SPECS,
     TPU_PRODUCT_SPECS,
     ArgSpec,
+    GroupedSpec,
     ProductSpec,
     store_decoded,
 )
@@ -80,12 +82,18 @@ def latents_of(begin: int) -> tuple[ArgSpec, ...]:
     return tuple(daily(LATENT_SPECS[begin:] + LATENT_SPECS[:begin], every=8))
 
 
+def grouped_of(begin: int) -> tuple[GroupedSpec, ...]:
+    """The windows and groups of tokens that one run lowers."""
+    return tuple(daily(GROUPED_SPECS[begin:] + GROUPED_SPECS[:begin], every=6))
+
+
 def calls(begin: int) -> Iterator[tuple[str, Call]]:
     """The calls that one run lowers, with the names of their specs."""
     for spec in specs_of(begin):
         yield from ((spec.name, call) for call in spec.calls())
         yield spec.name, (store_decoded, spec.store_and_decode_args(), spec.attention)
     yield from ((spec.name, call) for spec in latents_of(begin) for call in spec.calls())
+    yield from ((spec.name, call) for spec in grouped_of(begin) for call in spec.calls())
     yield from ((product.name, product.call()) for product in products_of(begin))
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionOptions, GroupedCache, GroupedQkv, GroupParts, attend_to_groups
+from pallas_kernels import AttentionOptions, GroupedCache, GroupedQkv, GroupParts, attend_to_groups, tuning
 from pallas_kernels.grouped_tokens import num_sums
+from tests.grids import singly
 from tests.plain_model import plain_grouped_attention
 
-HEADS, HEAD, KEY, INDEX_HEADS, TURNED = 3, 8, 6, 11, 4
+HEADS, HEAD, KEY, INDEX_HEADS = 3, 16, 16, 11
 PAGE, PAGES = 12, 5
 LENGTHS = (37, 12, 2, 60)
 OPTIONS = AttentionOptions(sm_scale=0.4, sliding_window=7)
@@ -47,7 +48,8 @@ def tokens(size: int, parts: int, *, has_index: bool) -> list[GroupedQkv]:
 
 
 def of_tokens(qkv: GroupedQkv, begin: int, end: int) -> GroupedQkv:
-    assert qkv.groups is not None
+    if qkv.groups is None:
+        return GroupedQkv(qkv.queries[begin:end], qkv.entries[begin:end], None)
     by_token = "numbers", "gates", "index_queries", "index_weights"
     found = {name: getattr(qkv.groups, name) for name in by_token}
     cut: dict[str, Any] = {name: None if each is None else each[begin:end] for name, each in found.items()}
@@ -57,39 +59,72 @@ def of_tokens(qkv: GroupedQkv, begin: int, end: int) -> GroupedQkv:
 def joined(kept: list[GroupedQkv]) -> GroupedQkv:
     """Tokens one after another."""
     shared = {"bias", "scales", "frequencies"}
+    queries, entries = (jnp.concatenate([getattr(each, name) for each in kept]) for name in ("queries", "entries"))
     groups = [each.groups for each in kept]
     first = groups[0]
-    assert first is not None
+    if first is None:
+        return GroupedQkv(queries, entries, None)
     fields: dict[str, Any] = {
         field.name: jnp.concatenate([getattr(each, field.name) for each in groups])
         for field in dataclasses.fields(first)
         if field.name not in shared and isinstance(getattr(first, field.name), jax.Array)
     }
-    return GroupedQkv(
-        jnp.concatenate([each.queries for each in kept]),
-        jnp.concatenate([each.entries for each in kept]),
-        dataclasses.replace(first, **fields),
-    )
+    return GroupedQkv(queries, entries, dataclasses.replace(first, **fields))
+
+
+# Tokens of a group, parts of an entry, and whether an index chooses.
+GROUPS = [(3, 2, True), (12, 1, False)]
+WINDOW_ALONE = (0, 1, False)
+# Sizes of the Triton kernel: whole, and in splits.
+WHOLE = {"tile_tokens": 16, "programs_per_core": 1}
+SPLIT = {"tile_tokens": 16, "programs_per_core": 1000, "min_split_tokens": 16}
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize(("size", "parts", "has_index"), [(3, 2, True), (12, 1, False)], ids=str)
-def test_queries_attend_as_if_sequences_were_computed_at_once(
-    size: int, parts: int, has_index: bool, steps: str
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_queries_attend_as_if_sequences_were_computed_at_once(groups: tuple[int, int, bool], steps: str) -> None:
+    check(groups, steps)
+
+
+@pytest.mark.parametrize(
+    ("groups", "steps", "sizes", "window"), singly([*GROUPS, WINDOW_ALONE], list(STEPS), [SPLIT, WHOLE], [7, 100])
+)
+def test_so_they_do_by_the_triton_kernels(
+    groups: tuple[int, int, bool], steps: str, sizes: dict[str, int], window: int
 ) -> None:
-    """Pages hold NaN before, but for sums, which hold numbers of others."""
-    made = tokens(size, parts, has_index=has_index)
+    with tuning.override("attend_to_groups", "triton", sizes):
+        found = check(groups, steps, window, backend="triton", index_backend="triton", interpret=True)
+    assert ("merge_splits" in found) == (sizes is SPLIT)
+    assert ("score_tokens" in found) == groups[2]
+
+
+def check(groups: tuple[int, int, bool], steps: str, window: int = 7, **choice: Any) -> str:
+    """That the outputs of steps one after another are those of whole sequences; returns the last step's program.
+
+    Pages hold NaN before, but for sums, which hold numbers of others.
+    """
+    size, parts, has_index = groups
+    made = tokens(size or 1, parts, has_index=has_index)
+    if not size:
+        made = [dataclasses.replace(each, groups=None) for each in made]
+    options = dataclasses.replace(OPTIONS, sliding_window=window)
     sinks = jnp.asarray([0.3, -1.0, 2.0], jnp.float32)
     width = HEAD + (KEY if has_index else 0)
     rng = np.random.default_rng(1)
     table = 1 + rng.permutation(len(LENGTHS) * PAGES).reshape(len(LENGTHS), PAGES)
     cache = GroupedCache(
         jnp.full((1 + table.size, 1, PAGE, HEAD), jnp.nan).at[0].set(0),
-        jnp.full((1 + table.size, 1, PAGE // size, width), jnp.nan).at[0].set(0),
-        jnp.asarray(rng.normal(size=(1 + table.size, num_sums(parts), width)), jnp.float32),
+        jnp.full((1 + table.size, 1, PAGE // size, width), jnp.nan).at[0].set(0) if size else None,
+        jnp.asarray(rng.normal(size=(1 + table.size, num_sums(parts), width)), jnp.float32) if size else None,
         jnp.asarray(table, jnp.int32),
         jnp.zeros(len(LENGTHS), jnp.int32),
     )
+
+    def attend(
+        qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array, offsets: jax.Array
+    ) -> tuple[jax.Array, GroupedCache]:
+        return attend_to_groups(qkv, cache, slots, offsets, options, sinks, **choice)
+
     found: list[list[np.ndarray]] = [[] for _ in LENGTHS]
     before = np.zeros(len(LENGTHS), int)
     for counts in STEPS[steps]:
@@ -100,15 +135,16 @@ def test_queries_attend_as_if_sequences_were_computed_at_once(
         at = [(s, p) for s in range(len(LENGTHS)) for p in range(before[s], after[s])]
         slots = [table[s, p // PAGE] * PAGE + p % PAGE for s, p in at] + [0] * padding
         lengths = np.where(np.asarray(counts) > 0, after, 0)  # those without a token are not in the step
-        out, cache = attend_to_groups(
-            qkv, dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32)), jnp.asarray(slots, jnp.int32),
-            jnp.asarray(np.cumsum([0, *counts]), jnp.int32), OPTIONS, sinks,
-        )  # fmt: skip
+        cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
+        offsets = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+        args = qkv, cache, jnp.asarray(slots, jnp.int32), offsets
+        out, cache = attend(*args)
         for (s, _), row in zip(at, np.asarray(out), strict=False):
             found[s].append(row)
         before = after
     for qkv, rows in zip(made, found, strict=True):
-        np.testing.assert_allclose(np.stack(rows), plain_grouped_attention(qkv, OPTIONS, sinks), atol=2e-5)
+        np.testing.assert_allclose(np.stack(rows), plain_grouped_attention(qkv, options, sinks), atol=2e-5)
+    return str(jax.make_jaxpr(attend)(*args))
 
 
 def test_a_choice_in_a_long_context_reads_what_it_chose_and_no_other_entries() -> None:

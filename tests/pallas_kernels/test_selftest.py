@@ -23,7 +23,14 @@ from pallas_kernels.selftest.__main__ import test as run_tests
 from pallas_kernels.selftest.case import Case
 from pallas_kernels.selftest.cases import CASES_OF, attention, products
 from pallas_kernels.selftest.report import Begun, Ended, News, Request, Verdict, news_line, parse_news
-from pallas_kernels.selftest.shapes import ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
+from pallas_kernels.selftest.shapes import (
+    ExpertShape,
+    GroupedShape,
+    KernelShapes,
+    LatentShape,
+    MatrixShape,
+    StateShape,
+)
 from pallas_kernels.target import TargetDevice
 from tests.grids import count, daily
 
@@ -54,11 +61,18 @@ INDEXED = dataclasses.replace(
 )
 
 
+GROUPED = dataclasses.replace(
+    SHAPES, num_groups=20, attention=(AttentionOptions(sliding_window=20),), experts=(), matrices=(), states=(),
+    grouped=(GroupedShape(2, 48, num_chosen=20, index_heads=5), GroupedShape(8, 32), GroupedShape()),
+)  # fmt: skip
+
+
 OF_INDEX = ("attend_to_chosen", "score_tokens")
+SHAPES_OF = dict.fromkeys(OF_INDEX, INDEXED) | {"attend_to_groups": GROUPED}
 
 
 def first_case(op: str) -> Case:
-    return next(iter(CASES_OF[op](INDEXED if op in OF_INDEX else SHAPES)))
+    return next(iter(CASES_OF[op](SHAPES_OF.get(op, SHAPES))))
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, op: str, spoil: Callable[[jax.Array], jax.Array]) -> None:
@@ -280,6 +294,15 @@ def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch)
         assert case.right()[0].shape[-1] == 24
 
 
+def test_of_windows_and_groups_their_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "preferred_backends", lambda op: [])
+    said: list[News] = []
+    run_tests(Request("cpu", GROUPED.as_json(), AUTO), said.append, CASES_OF)
+    assert {each.op for each in said if isinstance(each, Verdict)} == {
+        "attend_to_groups", "score_tokens", "add_and_norm",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("shapes", "op", "field", "told"),
     [
@@ -288,6 +311,8 @@ def test_of_a_latent_its_own_kernels_are_tested(monkeypatch: pytest.MonkeyPatch)
         (LATENTS, "paged_decode_attention", "decode_latents", "outputs"),
         (INDEXED, "paged_decode_attention", "decode_latents", "outputs"),
         *((INDEXED, op, op, "rows") for op in OF_INDEX),
+        (GROUPED, "score_tokens", "score_tokens", "rows"),
+        *((GROUPED, "attend_to_groups", "attend_to_groups", told) for told in ("rows, groups of 2", "one row, window")),
     ],
 )
 def test_kernels_around_a_latents_attention_pass_and_wrong_ones_fail(

@@ -21,6 +21,7 @@ CLASSES = (
             "absorb_and_store",
             "merge_latents",
             "attend_to_chosen",
+            "attend_to_groups",
             "score_tokens",
             "paged_decode_attention",
             "paged_extend_attention",

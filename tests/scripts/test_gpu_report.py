@@ -236,7 +236,7 @@ def test_every_specification_is_one_that_its_rung_takes(dry: bool) -> None:
             assert work_of(case).num_bytes > 0
         elif rung.kind == "start":
             shapes = KernelShapes.from_json(json.loads(json.dumps(spec)))
-            assert shapes.experts or shapes.latents
+            assert shapes.experts or shapes.latents or shapes.grouped
         elif rung.kind == "layer":
             assert spec["spec"] in {each.name for each in (*SMALL_SPECS, *GRID_SPECS)}
         elif rung.kind == "step":
@@ -251,7 +251,7 @@ def test_the_starts_rungs_test_all_operations_but_those_in_a_fixed_order(dry: bo
             request = Request("cpu", rung.spec, dict.fromkeys(CASES_OF, "auto"))
             selftest.test(request, news.append, dict.fromkeys(CASES_OF, lambda shapes: iter(())))
     tested = {each.op for each in news if isinstance(each, Verdict)}
-    of_large_sizes = {"float8_product", "attend_to_chosen", "score_tokens"} if dry else set()
+    of_large_sizes = {"float8_product", "attend_to_chosen", "attend_to_groups", "score_tokens"} if dry else set()
     assert set(CASES_OF) - tested <= {"ordered_product", "store_kv", "store_and_decode"} | of_large_sizes, tested
 
 

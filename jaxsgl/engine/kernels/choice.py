@@ -16,11 +16,13 @@ from jaxsgl.models.layer_spec import (
     ChannelDeltaNet,
     DeltaNet,
     DenseMlp,
+    GroupedAttention,
     Latent,
     Mamba,
     MoeMlp,
     RecurrentNet,
     Selective,
+    TokenGroups,
 )
 from jaxsgl.models.layers import norm_dtype, qkv_heads
 from jaxsgl.models.matrix import group_of_part
@@ -31,7 +33,15 @@ from pallas_kernels import KernelChoice
 from pallas_kernels.choice import ON_GPUS, XLA
 from pallas_kernels.kept_heads import KeptHeads
 from pallas_kernels.packed import ON_ACCELERATORS, refuse
-from pallas_kernels.selftest.shapes import RULES, ExpertShape, KernelShapes, LatentShape, MatrixShape, StateShape
+from pallas_kernels.selftest.shapes import (
+    RULES,
+    ExpertShape,
+    GroupedShape,
+    KernelShapes,
+    LatentShape,
+    MatrixShape,
+    StateShape,
+)
 
 
 def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
@@ -46,9 +56,15 @@ def asked_kernels(config: EngineConfig, arch: ModelArch) -> KernelChoice:
         raise ConfigError(f"--kernels names experts, but {arch.name} has none: leave them out")
     if chosen.get(OP_OF_NAME["states"], "auto") != "auto" and arch.recurrent_net is None:
         raise ConfigError(f"--kernels names states, but the layers of {arch.name} keep none: leave it out")
-    of_index = [name for name in ("chosen", "index") if chosen.get(OP_OF_NAME[name], "auto") != "auto"]
-    if of_index and (arch.latent is None or arch.latent.index is None):
-        raise ConfigError(f"--kernels names {of_index[0]}, but {arch.name} attends to all tokens: leave it out")
+    has_chosen = arch.latent is not None and arch.latent.index is not None
+    attends_by = {
+        "chosen": (has_chosen, "latents of which an index chooses"),
+        "grouped": (arch.grouped is not None, "entries of groups of tokens"),
+        "index": (has_chosen or any(each.index is not None for each in arch.token_groups), "index"),
+    }
+    for name, (has_it, what) in attends_by.items():
+        if chosen.get(OP_OF_NAME[name], "auto") != "auto" and not has_it:
+            raise ConfigError(f"--kernels names {name}, but {arch.name} has no {what}: leave it out")
     if chosen.get(OP_OF_NAME["float8"], "auto") != "auto" and (fmt is None or fmt.numbers != FLOAT8):
         raise ConfigError(f"--kernels names float8, but {arch.name} has no weights in float8: leave it out")
     if config.weight_only and fmt is not None and fmt.numbers == FLOAT8:
@@ -112,6 +128,7 @@ def kernel_shapes(
         matrices=_matrix_shapes(arch, num_devices, num_ranks),
         states=_state_shapes(arch, num_devices // num_ranks),
         latents=() if arch.latent is None else (_latent_shape(arch.latent),),
+        grouped=_grouped_shapes(arch),
         in_fixed_order=in_fixed_order,
     )
 
@@ -122,6 +139,22 @@ def _latent_shape(latent: Latent) -> LatentShape:
         return plain
     sizes = {"num_chosen": index.num_chosen, "index_heads": index.num_heads, "index_size": index.size}
     return dataclasses.replace(plain, key_size=latent.kv_rank + latent.rotated, **sizes)
+
+
+def _grouped_shapes(arch: ModelArch) -> tuple[GroupedShape, ...]:
+    """Of each kind of layers over windows and groups of tokens."""
+    mixers = (layer.mixer for layer in arch.layers)
+    kinds = dict.fromkeys(mixer.groups for mixer in mixers if isinstance(mixer, GroupedAttention))
+    return tuple(_grouped_shape(groups, arch.head_dim) for groups in kinds)
+
+
+def _grouped_shape(groups: TokenGroups | None, head_dim: int) -> GroupedShape:
+    if groups is None:
+        return GroupedShape()
+    plain, index = GroupedShape(groups.size, groups.entry_size(head_dim)), groups.index
+    return (
+        plain if index is None else dataclasses.replace(plain, num_chosen=index.num_chosen, index_heads=index.num_heads)
+    )
 
 
 _RULES = dict(zip((DeltaNet, ChannelDeltaNet, Mamba, Selective), RULES, strict=True))  # of kinds of layers

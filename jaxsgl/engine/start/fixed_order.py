@@ -41,7 +41,7 @@ def _obstacles(config: EngineConfig, arch: ModelArch, platform: str, dtype: jnp.
     if arch.latent is not None:
         yield f"products around the latents of {arch.name} are XLA's, whose order depends on the batch: leave it out"
     if arch.grouped is not None:
-        yield f"attention of {arch.name} is XLA's, whose order depends on the batch: leave it out"
+        yield f"sums of groups of tokens of {arch.name} are XLA's, whose order depends on the batch: leave it out"
     if arch.recurrent_net is not None:
         layers = f"the {arch.recurrent_net.plural} of {arch.name}"
         yield f"{layers} are XLA's, whose order depends on the batch: leave it out"

@@ -1,7 +1,7 @@
 """The calls by which each operation is tested.
 
-    attention, chosen, stores, norms, experts, products, states   the cases of an operation each, by what it computes
-    arguments                                                     what several of them call with
+    attention, chosen, grouped, stores, norms, experts, products, states   the cases of an operation each
+    arguments                                                              what several of them call with
 
 Owns the list of operations and their order. The batches have ragged lengths around pages and tiles, a last page that is
 cut, splits, extends whose sequences begin at odd tokens and follow cached ones, NaN wherever no sequence has a token.
@@ -15,6 +15,7 @@ from pallas_kernels.selftest.cases import experts
 from pallas_kernels.selftest.cases.attention import decode_cases, extend_cases, store_and_decode_cases
 from pallas_kernels.selftest.cases.chosen import choice_cases, chosen_cases
 from pallas_kernels.selftest.cases.experts import product_cases
+from pallas_kernels.selftest.cases.grouped import grouped_cases
 from pallas_kernels.selftest.cases.norms import norm_cases
 from pallas_kernels.selftest.cases.products import float8_cases, ordered_cases, quantized_cases
 from pallas_kernels.selftest.cases.states import state_cases
@@ -41,5 +42,6 @@ CASES_OF: Mapping[str, Callable[[KernelShapes], Iterator[Case]]] = {
     "ordered_product": ordered_cases,
     "delta_decode": state_cases,
     "attend_to_chosen": chosen_cases,
+    "attend_to_groups": grouped_cases,
     "score_tokens": choice_cases,
 }

@@ -65,7 +65,10 @@ def _attend(shapes: KernelShapes, count: int, name: str) -> Case:
 
 
 def choice_cases(shapes: KernelShapes) -> Iterator[Case]:
-    """The same batches, each with an index whose numbers are small and whole."""
+    """The same batches, each with an index whose numbers are small and whole; of entries of groups it is alike."""
+    for each in shapes.grouped:
+        if each.num_chosen:
+            yield from choice_cases(each.index_shapes(shapes))
     for latent in shapes.latents:
         if latent.num_chosen:
             yield from (_choose(shapes, latent, name) for name in BATCHES)

@@ -48,7 +48,8 @@ def ladder(attention: tuple[str, ...], *, dry: bool) -> list[Rung]:
         rungs += [Rung(HANGS, "hang", {}, limit_s=20), Rung(CRASHES, "crash", {})]
     for backend in attention:
         rungs += _decodes(backend, dry) + _extends(backend, dry)
-    rungs += [_start(dry), *([] if dry else [_start_with_index()]), *_products(dry), *_steps(dry)]
+    with_index = [] if dry else [_start_with_index(), _start_with_groups()]
+    rungs += [_start(dry), *with_index, *_products(dry), *_steps(dry)]
     patience = DRY_PATIENCE if dry else 1
     return [
         rung if rung.kind == "hang" else dataclasses.replace(rung, limit_s=patience * rung.limit_s) for rung in rungs
@@ -156,6 +157,18 @@ def _start_with_index() -> Rung:
         "attention": [{"sm_scale": 0.1, "value_dim": 512}], "matrices": [], "latents": [latent], **dtypes,
     }  # fmt: skip
     return Rung("kernels of an index as a start tests them", "start", shapes, 300)
+
+
+def _start_with_groups() -> Rung:
+    """The same at the shapes of DeepSeek V4 Flash's attention."""
+    dtypes = dict.fromkeys(("dtype", "kv_dtype", "norm_dtype"), "bfloat16")
+    of_index = {"size": 4, "width": 640, "num_chosen": 512, "index_heads": 64}
+    shapes: dict[str, Any] = {
+        "num_kv_heads": 1, "num_groups": 64, "head_dim": 512, "page_size": 128, "hidden_size": 4096, "experts": [],
+        "attention": [{"sliding_window": 128}], "matrices": [], "grouped": [of_index, {"size": 128, "width": 512}, {}],
+        **dtypes,
+    }  # fmt: skip
+    return Rung("kernels of groups of tokens as a start tests them", "start", shapes, 300)
 
 
 def _products(dry: bool) -> list[Rung]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -68,6 +69,7 @@ def _programs(
     from pallas_kernels.specs import (
         COMMON_SPECS,
         GRID_SPECS,
+        GROUPED_SPECS,
         HOPPER_PRODUCT_SPECS,
         LATENT_SPECS,
         PRODUCT_SPECS,
@@ -96,6 +98,8 @@ def _programs(
             yield from (programs.product_program(spec, "triton", mesh) for spec in PRODUCT_SPECS)
             for spec in LATENT_SPECS:
                 yield from programs.kernel_programs(spec, "triton", mesh)
+            for grouped in GROUPED_SPECS:
+                yield from programs.grouped_programs(grouped, "triton", mesh)
         if "mosaic_gpu" in target.backends:
             yield from (programs.product_program(spec, "mosaic_gpu", mesh) for spec in HOPPER_PRODUCT_SPECS)
         if "mosaic_tpu" in target.backends:
@@ -163,7 +167,9 @@ def _reported(program: Program, text: str, dumps: Path) -> dict[str, Any]:
 def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
     pages = program.cache.shape
     words = (*pages[:-1], pages[-1] // 4) if program.cache.dtype.itemsize == 1 else None  # as Triton reads float8
-    uncounted = [dims for dims in (pages, words, program.page_table, *program.states) if dims is not None]
+    kept = [dims for dims in (pages, words, program.page_table, *program.states) if dims is not None]
+    as_rows = [(math.prod(dims[:-1]), dims[-1]) for dims in kept]
+    uncounted = [*kept, *as_rows]
     return launch_report(text, dumps, uncounted, program.layers, program.weight_bytes, program.wanted)
 
 
@@ -180,11 +186,9 @@ def _move_dumps(folder: Path, mine: Path, text: str) -> Path:
 
 def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
     problems = []
-    if memory.alias_size_in_bytes < program.num_donated * program.cache_bytes:
-        problems.append(
-            f"{memory.alias_size_in_bytes} bytes are updated in place, the cache has "
-            f"{program.num_donated * program.cache_bytes}"
-        )
+    donated = program.donated_bytes or program.num_donated * program.cache_bytes
+    if memory.alias_size_in_bytes < donated:
+        problems.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the cache has {donated}")
     # The pages of a small chip are no larger than the logits of a step; what makes pages is found below in any case.
     if memory.temp_size_in_bytes >= program.cache_bytes and program.facts is None:
         problems.append(f"{memory.temp_size_in_bytes} temporary bytes could hold a cache array")

@@ -31,6 +31,7 @@ OUR_NAMES = (
     "gather_rows",
     "absorb_and_store",
     "attend_to_chosen",
+    "attend_to_groups",
     "score_tokens",
     "best_places",
     "delta_",

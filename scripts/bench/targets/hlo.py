@@ -32,7 +32,7 @@ STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0
 OUTPUTS_OF_WORDS = 16  # `pallas_kernels.fragments.OUTPUTS`, which needs JAX
 # Our kernels by their sources.
 KERNELS = {
-    "attention": r"\b(paged_\w*attention|attend_to_chosen)/",
+    "attention": r"\b(paged_\w*attention|attend_to_(chosen|groups))/",
     "merge": r"\bmerge_(splits|latents)/",
     "states": r"\bdelta_(step|decode|run|scan)/",
     "experts": r"\b(grouped|gated|grouped_scaled)_product\b",

@@ -28,7 +28,7 @@ from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, KernelChoice, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS, STORE_AND_DECODE_BACKENDS
-from pallas_kernels.specs import ArgSpec, ProductSpec, store_decoded, store_latents, store_rotated
+from pallas_kernels.specs import ArgSpec, GroupedSpec, ProductSpec, store_decoded, store_latents, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 NUM_LAYERS = 4  # of the small model
@@ -45,7 +45,8 @@ class Program:
       trace: traces it; must be called inside `Target.traced_for`. An engine's takes `in_fixed_order`.
       cache: shape and dtype of one of its cache arrays, on one device.
       num_donated: number of cache arrays that it updates in place.
-      states: shapes of a layer's arrays by row, which it updates in place as well.
+      donated_bytes: of these on one device, where they differ in size; 0: they have that of `cache`.
+      states: shapes of a layer's other arrays, which it updates in place as well.
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
       layers: of the model that a forward program of few layers stands for; None: the program is complete.
       page_table: shape of its page table, if it has one.
@@ -70,6 +71,7 @@ class Program:
     argument_bytes: int | None = None
     wanted: Wanted | None = None
     states: tuple[tuple[int, ...], ...] = ()
+    donated_bytes: int = 0
 
     @property
     def is_step(self) -> bool:
@@ -120,18 +122,33 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
         yield Program(name, backend, trace, cache, num_arrays if stores else 0, on_matrix_units)
 
 
-def product_program(spec: ProductSpec, backend: str, mesh: Mesh) -> Program:
-    """A `quantized_product`; what must not be made is an array of the widened weights, in the place of a cache."""
-    op, args, options = spec.call()
-    name = f"{op.__name__}_{spec.name}_{backend}"
+def grouped_programs(spec: GroupedSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
+    """Yields a decode and an extend of attention to windows and groups of tokens."""
+    for op, args, options in spec.calls():
+        name = f"{op.__name__}_{spec.name}_{backend}"
+        trace = _trace(functools.partial(op, backend=backend, **options), args, name, mesh)
+        cache: Any = spec.pages(spec.page_size, spec.head_dim)
+        yield Program(name, backend, trace, cache, 0, on_matrix_units=spec.dtype != jnp.float32)
+
+
+def _trace(op: Callable[..., Any], args: Any, name: str, mesh: Mesh) -> Callable[[], jax.stages.Traced]:
+    """What traces the op, which donates nothing, as a program of that name."""
 
     def trace() -> jax.stages.Traced:
         def program(*arrays: Any) -> Any:
-            return op(*arrays, backend=backend, **options)
+            return op(*arrays)
 
         program.__name__ = name
         return jax.jit(program).trace(*jax.tree.map(functools.partial(_shape, mesh=mesh), args))
 
+    return trace
+
+
+def product_program(spec: ProductSpec, backend: str, mesh: Mesh) -> Program:
+    """A `quantized_product`; what must not be made is an array of the widened weights, in the place of a cache."""
+    op, args, options = spec.call()
+    name = f"{op.__name__}_{spec.name}_{backend}"
+    trace = _trace(functools.partial(op, backend=backend, **options), args, name, mesh)
     widened = jax.ShapeDtypeStruct((spec.num_outputs, spec.num_inputs), spec.dtype)
     return Program(name, backend, trace, widened, 0, on_matrix_units=True)
 

@@ -277,11 +277,14 @@ def with_few_layers(model: Served, backend: str) -> ProgramSpec:
 
 def as_step(program: Program, model: Served, spec: ProgramSpec, bucket: Bucket, backend: str) -> Program:
     """`program` as the forward program of a step of `bucket`, with all that is checked of such."""
+    of_pages = [on_one_device(array) for array in jax.tree.leaves(spec.state.kv)]
+    by_row = [array.shape for array in jax.tree.leaves(spec.state.running)]
     return dataclasses.replace(
         program,
         backend=backend,
-        num_donated=len(jax.tree.leaves(spec.state.kv)),
-        states=tuple({array.shape for array in jax.tree.leaves(spec.state.running)}),
+        num_donated=len(of_pages),
+        donated_bytes=bytes_on_one_device(spec.state.kv),
+        states=tuple({array.shape for array in of_pages} - {program.cache.shape} | set(by_row)),
         layers=model.layers,
         page_table=(bucket.num_seqs, model.capacity.max_pages_per_seq),
         weight_bytes=model.weight_bytes(),
