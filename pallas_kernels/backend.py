@@ -155,8 +155,8 @@ class AttendToGroups(Protocol):
     ) -> jax.Array:
         """Queries `[T, N, H]` at offsets `[S + 1]`, whose tokens are stored; returns `[T, N, H]` in q's dtype.
 
-        `chosen [T, k]` are numbers of groups of `size` tokens, -1 for none; None: all that have ended are attended to,
-        if the cache has any.
+        `chosen [T, k]` are numbers of groups of `size` tokens, no more than have ended, then -1; None: all that have
+        ended are attended to, if the cache has any.
         """
         ...
 

@@ -159,15 +159,13 @@ class Pages:
 
     def _attend_to_groups(self, place: int, qkv: GroupedQkv, sinks: jax.Array | None) -> jax.Array:
         """The same over a window and entries of groups of tokens."""
-        a, offsets = self._places, self._places.query_offsets
-        if self._kind == "decode":
-            offsets = jnp.arange(len(a.slots) + 1, dtype=jnp.int32)
+        a, kernels = self._places, self._kernels
+        offsets = None if self._kind == "decode" else a.query_offsets
         own: tuple[jax.Array | None, jax.Array | None] = (None, None)
         if qkv.groups is not None:
             own = self._groups[self._next_group], self._sums[self._next_group]
         cache = GroupedCache(self._k[place], *own, self._page_table, a.lengths)
         options = self._options[place].for_heads(qkv.queries.shape[2])
-        kernels = self._kernels
         out_TNH, cache = attend_to_groups(
             qkv, cache, a.slots, offsets, options, sinks,
             backend=kernels.attend_to_groups, index_backend=kernels.score_tokens,

@@ -21,7 +21,7 @@ def attend_to_groups(
     qkv: GroupedQkv,
     cache: GroupedCache,
     slots: jax.Array,
-    query_offsets: jax.Array,
+    query_offsets: jax.Array | None,
     options: AttentionOptions,
     sinks: jax.Array | None = None,
     *,
@@ -38,7 +38,8 @@ def attend_to_groups(
         qkv: what the tokens attend with.
         cache: of which the first page is for padding.
         slots: `[T]` int32, where tokens are stored.
-        query_offsets: `[S + 1]` int32, whose tokens are whose, as for `paged_extend_attention`.
+        query_offsets: `[S + 1]` int32, whose tokens are whose, as for `paged_extend_attention`; None: each sequence
+            has one, in a decode.
         options: scale and window.
         sinks: `[N]` float32, which join the denominators of the softmaxes; None: there are none.
         backend: of the attention: one that has the op, or "auto", the best one that can run.
@@ -56,6 +57,9 @@ def attend_to_groups(
             f"entries {qkv.entries.shape} must be [T, H] of queries {qkv.queries.shape}, and pages "
             f"{cache.tokens.shape} [n, 1, page_size, H]"
         )
+    one_each = query_offsets is None
+    if query_offsets is None:
+        query_offsets = jnp.arange(num_tokens + 1, dtype=jnp.int32)
     if query_offsets.shape != (len(cache.lengths) + 1,) or query_offsets.dtype != jnp.int32:
         raise ValueError(f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32")
     if qkv.groups is not None:
@@ -67,7 +71,7 @@ def attend_to_groups(
                 f"pages of {page_size} tokens with entries {groups} and sums {sums} don't hold groups of {size}: it "
                 f"takes a multiple of that, (1, {page_size // size}, {entry}) and ({num_sums(parts)}, {entry})"
             )
-    cache = xla.store(qkv, cache, slots, query_offsets)
+    cache = xla.store(qkv, cache, slots, query_offsets, one_each)
     chosen = _choose(qkv.groups, query_offsets, cache, head_dim, index_backend, interpret)
     size = 0 if qkv.groups is None else qkv.groups.size
     return attend_to_stored_groups(
@@ -91,8 +95,8 @@ def attend_to_stored_groups(
 
     Args:
         q: `[T, N, H]`.
-        chosen: `[T, k]` int32 the groups that queries attend to, -1 for none; None: all that have ended.
-        query_offsets: as for `attend_to_groups`, and likewise the rest.
+        chosen: `[T, k]` int32 the groups that queries attend to, of those that have ended, then -1; None: all of them.
+        query_offsets: `[S + 1]` int32; this and the rest as for `attend_to_groups`.
         cache: with the step's tokens.
         size: m, tokens of a group; 0 where the cache has none.
         options: scale and window.

@@ -39,7 +39,7 @@ from pallas_kernels.triton.merge import merge_splits
 from pallas_kernels.triton.tiles import SequenceKv
 
 # Columns of the table of tokens: a token's sequence and position (-1 for padding), and how many entries of groups it
-# sees, or how many of its places may hold a chosen one.
+# sees, or can have chosen.
 _SEQUENCE, _POSITION, _END = range(3)
 
 
@@ -63,7 +63,7 @@ def attend_to_groups(
     most_entries = cache.most_groups if chosen is None else chosen.shape[1]
     window = options.longest_view(cache.of_tokens().max_len)
     cut = _Cut.of(blocks, head_blocks * num_tokens, window, most_entries)
-    tokens, groups = _tokens(chosen, query_offsets, cache.lengths, num_tokens, size), cache.groups
+    tokens, groups = _tokens(query_offsets, cache.lengths, num_tokens, size, most_entries), cache.groups
     if groups is not None and chosen is not None:
         groups = groups.reshape(-1, groups.shape[3])
     is_split = cut.num_splits > 1
@@ -94,15 +94,11 @@ def attend_to_groups(
     return merge_splits(parts, lse[0][:, :, None], counts, sinks, num_heads, q.dtype, interpret)
 
 
-def _tokens(
-    chosen: jax.Array | None, query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, size: int
-) -> jax.Array:
-    """The table of tokens, `[T, 3]` int32; see above."""
-    places = places_of(query_offsets, lengths, num_tokens)
-    end = (places.positions + 1) // size if size else jnp.zeros_like(places.positions)
-    if chosen is not None:
-        end = jnp.max(jnp.where(chosen >= 0, jnp.arange(1, chosen.shape[1] + 1), 0), axis=1)
-    return jnp.stack([places.seqs, places.positions, end], axis=1).astype(jnp.int32)
+def _tokens(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, size: int, most_entries: int) -> jax.Array:
+    """The table of tokens, `[T, 3]` int32; see above. XLA computes it once for all layers that are alike."""
+    seqs, positions = places_of(query_offsets, lengths, num_tokens)
+    end = jnp.minimum((positions + 1) // size, most_entries) if size else jnp.zeros_like(positions)
+    return jnp.stack([seqs, positions, end], axis=1).astype(jnp.int32)
 
 
 class _Line(NamedTuple):

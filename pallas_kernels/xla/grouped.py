@@ -54,26 +54,52 @@ class _Tokens(NamedTuple):
     slots: jax.Array
 
 
-@jax.jit
-def store(qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array, query_offsets: jax.Array) -> GroupedCache:
-    """The cache with the step's tokens; see `api.grouped`. Padding has slots in page 0."""
+@functools.partial(jax.jit, static_argnames=("one_each",))
+def store(
+    qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array, query_offsets: jax.Array, one_each: bool
+) -> GroupedCache:
+    """The cache with the step's tokens; see `api.grouped`. Padding has slots in page 0.
+
+    `one_each`: each sequence has one token, or is padding.
+    """
     num_tokens, page_size = len(slots), cache.tokens.shape[2]
     seqs, positions = places_of(query_offsets, cache.lengths, num_tokens)
     is_first = jnp.arange(num_tokens) == take(query_offsets, seqs)
     tokens = _Tokens(seqs, jnp.where(slots >= page_size, positions, -1), is_first, slots)
     new = to_format(qkv.entries[:, None], cache.tokens.dtype)
     cache = dataclasses.replace(cache, tokens=store_pages(cache.tokens, new, slots))
-    return cache if qkv.groups is None else _with_groups(qkv.groups, qkv.entries.shape[1], cache, tokens)
+    if qkv.groups is None:
+        return cache
+    places = _places_of_single(qkv.groups, tokens) if one_each else _places(qkv.groups, tokens, len(cache.lengths))
+    return _with_groups(qkv.groups, qkv.entries.shape[1], cache, tokens, places)
 
 
-def _with_groups(parts: GroupParts, head_dim: int, cache: GroupedCache, tokens: _Tokens) -> GroupedCache:
-    """The cache with the entries of groups that end in the step, and the sums of those that the step leaves open.
+class _Places(NamedTuple):
+    """The groups that have tokens in the step. Sequences come one after another, and so do groups of each.
 
-    A place is a group that has tokens in the step. Sequences come one after another, and so do groups of each.
+    Attributes:
+      first: `[places]` the first token of each in the step.
+      last: `[places]` the last one.
+      is_there: `[places]` whether there is such a group: other numbers mean nothing where there is none.
+      sums: `[places, parts, W]` of these tokens.
     """
-    assert cache.groups is not None and cache.sums is not None
-    m, page_size, num_tokens = parts.size, cache.tokens.shape[2], len(tokens.slots)
-    num_places = min(num_tokens, num_tokens // m + 2 * len(cache.lengths))
+
+    first: jax.Array
+    last: jax.Array
+    is_there: jax.Array
+    sums: Sums
+
+
+def _places_of_single(parts: GroupParts, tokens: _Tokens) -> _Places:
+    """The same where no group has two tokens: one place a token, and nothing to add up."""
+    number = jnp.arange(len(tokens.slots), dtype=jnp.int32)
+    gates = _gates(parts, tokens.positions)
+    return _Places(number, number, tokens.positions >= 0, Sums(gates, jnp.ones_like(gates), parts.numbers))
+
+
+def _places(parts: GroupParts, tokens: _Tokens, num_seqs: int) -> _Places:
+    m, num_tokens = parts.size, len(tokens.slots)
+    num_places = min(num_tokens, num_tokens // m + 2 * num_seqs)
     number = jnp.arange(num_tokens, dtype=jnp.int32)
     is_token = tokens.positions >= 0
     begins = is_token & (tokens.is_first | (tokens.positions % m == 0))
@@ -81,12 +107,21 @@ def _with_groups(parts: GroupParts, head_dim: int, cache: GroupedCache, tokens: 
     nothing = jnp.zeros(num_places, jnp.int32)
     first = nothing.at[jnp.where(begins, place_of, num_places)].set(number, mode="drop")
     last = nothing.at[place_of].max(number, mode="drop")
-    is_place = jnp.arange(num_places) < jnp.sum(begins)
+    is_there = jnp.arange(num_places) < jnp.sum(begins)
+    return _Places(first, last, is_there, _added_up(parts, tokens.positions, place_of, num_places))
+
+
+def _with_groups(
+    parts: GroupParts, head_dim: int, cache: GroupedCache, tokens: _Tokens, places: _Places
+) -> GroupedCache:
+    """The cache with the entries of groups that end in the step, and the sums of those that the step leaves open."""
+    assert cache.groups is not None and cache.sums is not None
+    m, page_size = parts.size, cache.tokens.shape[2]
+    first, last, is_place, sums = places
     begin, end, opens = tokens.positions[first], tokens.positions[last], tokens.is_first[first]
 
     stored = _stored(cache, tokens.seqs[first], begin, parts.numbers.shape[1])
     continues = (opens & (begin % m != 0))[:, None, None]
-    sums = _sums_of_places(parts, tokens.positions, place_of, num_places)
     of_own = Sums(*(each[:, -parts.numbers.shape[1] :] for each in stored))
     sums = sums.merged(of_own).where(continues, sums)
     kept, whole = sums, sums.part(-1)
@@ -101,7 +136,7 @@ def _with_groups(parts: GroupParts, head_dim: int, cache: GroupedCache, tokens: 
     rows = jnp.where(closes, slot // m, 0)
     page = slot // page_size
     is_last = is_place & (page != jnp.append(jnp.where(is_place, page, -1)[1:], -1))
-    of_page = jnp.stack(kept, axis=2).reshape(num_places, num_sums(parts.numbers.shape[1]), -1)
+    of_page = jnp.stack(kept, axis=2).reshape(len(page), num_sums(parts.numbers.shape[1]), -1)
     return dataclasses.replace(
         cache,
         groups=store_pages(cache.groups, to_format(entries[:, None], cache.groups.dtype), rows),
@@ -117,9 +152,14 @@ def _stored(cache: GroupedCache, seqs: jax.Array, begin: jax.Array, parts: int) 
     return Sums(of_page[:, :, 0], of_page[:, :, 1], of_page[:, :, 2])
 
 
-def _sums_of_places(parts: GroupParts, positions: jax.Array, place_of: jax.Array, num_places: int) -> Sums:
+def _gates(parts: GroupParts, positions: jax.Array) -> jax.Array:
+    """`[T, parts, W]` with what is added by the place in the group."""
+    return parts.gates + take(parts.bias, jnp.maximum(positions, 0) % parts.size)
+
+
+def _added_up(parts: GroupParts, positions: jax.Array, place_of: jax.Array, num_places: int) -> Sums:
     """`[places, parts, W]` of the step's tokens."""
-    gates = parts.gates + take(parts.bias, jnp.maximum(positions, 0) % parts.size)
+    gates = _gates(parts, positions)
     nothing = jnp.zeros((num_places, *gates.shape[1:]), jnp.float32)
     top = no_tokens(nothing).top.at[place_of].max(gates, mode="drop")
     weights = jnp.exp(gates - take(top, jnp.minimum(place_of, num_places - 1)))

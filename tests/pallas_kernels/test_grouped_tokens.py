@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionOptions, GroupedCache, GroupedQkv, GroupParts, attend_to_groups, tuning
+from pallas_kernels import AttentionOptions, GroupedCache, GroupedQkv, GroupParts, attend_to_groups, dispatch, tuning
 from pallas_kernels.grouped_tokens import num_sums
-from tests.grids import singly
+from pallas_kernels.specs import GROUPED_SPECS, GroupedSpec
+from tests.grids import daily, singly
+from tests.pallas_kernels.lower_everything import on_a_device
 from tests.plain_model import plain_grouped_attention
 
 HEADS, HEAD, KEY, INDEX_HEADS = 3, 16, 16, 11
@@ -23,7 +26,7 @@ OPTIONS = AttentionOptions(sm_scale=0.4, sliding_window=7)
 STEPS = {
     "at once": (LENGTHS,),
     "in chunks": ((5, 12, 1, 24), (7, 0, 0, 24), (25, 0, 1, 12)),
-    "by tokens": ((35, 10, 0, 58), (1, 1, 1, 1), (1, 1, 1, 1)),
+    "by tokens": ((34, 10, 0, 58), (1, 1, 1, 1), (1, 0, 0, 0), (1, 1, 1, 1)),
 }
 
 
@@ -121,7 +124,7 @@ def check(groups: tuple[int, int, bool], steps: str, window: int = 7, **choice: 
     )
 
     def attend(
-        qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array, offsets: jax.Array
+        qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array, offsets: jax.Array | None
     ) -> tuple[jax.Array, GroupedCache]:
         return attend_to_groups(qkv, cache, slots, offsets, options, sinks, **choice)
 
@@ -129,22 +132,52 @@ def check(groups: tuple[int, int, bool], steps: str, window: int = 7, **choice: 
     before = np.zeros(len(LENGTHS), int)
     for counts in STEPS[steps]:
         after = before + counts
-        padding = 2
         of_step = [of_tokens(each, *ends) for each, *ends in zip(made, before, after, strict=True)]
-        qkv = joined([*of_step, *[of_tokens(made[0], 0, 1)] * padding])
-        at = [(s, p) for s in range(len(LENGTHS)) for p in range(before[s], after[s])]
-        slots = [table[s, p // PAGE] * PAGE + p % PAGE for s, p in at] + [0] * padding
+        at: list[tuple[int, int] | None] = [(s, p) for s in range(len(LENGTHS)) for p in range(before[s], after[s])]
+        padding = of_tokens(made[0], 0, 1)
+        is_decode = max(counts) == 1
+        if is_decode:  # rows without a token are padding
+            of_step = [each if len(each.queries) else padding for each in of_step]
+            at = [(s, before[s]) if counts[s] else None for s in range(len(LENGTHS))]
+        else:
+            of_step, at = [*of_step, padding, padding], [*at, None, None]
+        qkv = joined(of_step)
+        slots = [0 if each is None else table[each[0], each[1] // PAGE] * PAGE + each[1] % PAGE for each in at]
         lengths = np.where(np.asarray(counts) > 0, after, 0)  # those without a token are not in the step
         cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
-        offsets = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
+        offsets = None if is_decode else jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
         args = qkv, cache, jnp.asarray(slots, jnp.int32), offsets
         out, cache = attend(*args)
-        for (s, _), row in zip(at, np.asarray(out), strict=False):
-            found[s].append(row)
+        for each, row in zip(at, np.asarray(out), strict=True):
+            if each is not None:
+                found[each[0]].append(row)
         before = after
     for qkv, rows in zip(made, found, strict=True):
         np.testing.assert_allclose(np.stack(rows), plain_grouped_attention(qkv, options, sinks), atol=2e-5)
     return str(jax.make_jaxpr(attend)(*args))
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+@pytest.mark.parametrize("spec", daily(GROUPED_SPECS, every=5), ids=lambda spec: spec.name)
+def test_auto_attends_by_a_kernel_on_a_gpu(kind: str, spec: GroupedSpec, caplog: pytest.LogCaptureFixture) -> None:
+    for op, args, options in spec.calls():
+        with on_a_device("cuda", kind, 132):
+            traced = jax.jit(functools.partial(op, **options)).trace(*args)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton" in text and "stablehlo.while" not in text
+    assert "XLA computes" not in caplog.text
+
+
+def test_auto_leaves_heads_that_the_kernel_refuses_to_xla(caplog: pytest.LogCaptureFixture) -> None:
+    spec = dataclasses.replace(GROUPED_SPECS[0], head_dim=520 + 16, num_seqs=2)
+    (op, args, options), _ = spec.calls()
+    dispatch._log_once.cache_clear()
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        jax.jit(functools.partial(op, **options)).trace(*args)
+    assert "attend_to_groups: not using triton: head size is 536" in caplog.text
+    assert "XLA computes it: entries gathered into arrays" in caplog.text
+    with pytest.raises(ValueError, match="backend 'triton' is impossible here: it needs a gpu"):
+        jax.eval_shape(functools.partial(op, backend="triton", **options), *args)
 
 
 def test_a_choice_in_a_long_context_reads_what_it_chose_and_no_other_entries() -> None:
@@ -165,8 +198,7 @@ def test_a_choice_in_a_long_context_reads_what_it_chose_and_no_other_entries() -
     )  # fmt: skip
 
     def attend(qkv: GroupedQkv, cache: GroupedCache, slots: jax.Array) -> tuple[jax.Array, GroupedCache]:
-        offsets = jnp.arange(rows + 1, dtype=jnp.int32)
-        return attend_to_groups(qkv, cache, slots, offsets, AttentionOptions(sliding_window=128))
+        return attend_to_groups(qkv, cache, slots, None, AttentionOptions(sliding_window=128))
 
     step = jax.jit(attend, donate_argnums=1).lower(qkv, cache, shape(rows, dtype=jnp.int32))
     memory: Any = step.compile().memory_analysis()
