@@ -59,7 +59,8 @@ class Capacity:
       sees_ahead: tokens of an image see up to its end, so that it is extended whole.
       states: what is returned of single tokens; None: nothing.
       num_snapshots: states of sequences that are kept as prefixes; None: layers keep no states by row.
-      num_chosen: tokens that a query attends to at most, as an index chooses them; 0: there is no index.
+      index_covers: sequences of so many tokens are attended to as a whole, since an index would choose all of them; 0:
+        there is no index.
     """
 
     page_size: int
@@ -79,7 +80,7 @@ class Capacity:
     sees_ahead: bool = False
     states: StatesSpec | None = None
     num_snapshots: int | None = None
-    num_chosen: int = 0
+    index_covers: int = 0
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -138,7 +139,7 @@ class BucketSet:
       verify_sizes: T of the programs that verify drafts, ascending; (): nothing speculates.
       max_drafts: the most drafts of a sequence in a step.
       snapshots: whether steps may begin at snapshots and keep some.
-      num_chosen: see `Capacity`; 0 also where no sequence is that long.
+      index_covers: see `Capacity`; 0 also where no sequence is that long.
       joint_decode, joint_extend: shapes of the steps that ranks share, see `joint_shapes`; (): there is one rank.
     """
 
@@ -161,7 +162,7 @@ class BucketSet:
     verify_sizes: tuple[int, ...] = ()
     max_drafts: int = 0
     snapshots: bool = False
-    num_chosen: int = 0
+    index_covers: int = 0
     joint_decode: tuple[tuple[int, int], ...] = ()
     joint_extend: tuple[tuple[int, int], ...] = ()
 
@@ -208,7 +209,7 @@ class BucketSet:
             verify_sizes=_verify_sizes(decode_sizes, rows, max_drafts) if capacity.generates else (),
             max_drafts=max_drafts,
             snapshots=bool(capacity.num_snapshots),
-            num_chosen=capacity.num_chosen if capacity.num_chosen < capacity.context_length else 0,
+            index_covers=capacity.index_covers if capacity.index_covers < capacity.context_length else 0,
             joint_decode=joint_shapes(decode_sizes, num_ranks, few_sizes),
             joint_extend=joint_shapes(reached, num_ranks, few_sizes),
         )
@@ -300,7 +301,7 @@ class BucketSet:
 
     def for_longest(self, bucket: Bucket, length: int) -> Bucket:
         """The bucket for the same batch if its longest sequence has `length` tokens."""
-        return replace(bucket, chooses=True) if 0 < self.num_chosen < length else bucket
+        return replace(bucket, chooses=True) if 0 < self.index_covers < length else bucket
 
     def encode_of(self, num_patches: int) -> EncodeBucket:
         """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""
@@ -315,7 +316,7 @@ class BucketSet:
         if self.joint_extend:
             most = self.joint_extend[-1][0]
             largest = list(dict.fromkeys(self.joint(bucket, most) for bucket in largest))
-        chooses = self.num_chosen > 0
+        chooses = self.index_covers > 0
         return [replace(each, states=self.states and each.num_steps == 1, chooses=chooses) for each in largest]
 
     def _largest_without_images(self) -> list[Bucket]:
@@ -344,7 +345,7 @@ class BucketSet:
             buckets |= {self.with_images(bucket) for bucket in buckets}
         if self.states:
             buckets |= {replace(bucket, states=True) for bucket in buckets if bucket.num_steps == 1}
-        if self.num_chosen:
+        if self.index_covers:
             buckets |= {replace(bucket, chooses=True) for bucket in buckets}
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 

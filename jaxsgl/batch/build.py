@@ -173,7 +173,7 @@ class BatchBuilder:
         bucket = self.buckets.decode(n, variant, num_steps=num_steps, columns=columns)
         if self.buckets.states and num_steps == 1 and self.sampling.any_states(rows):
             bucket = replace(bucket, states=True)
-        if self.buckets.num_chosen:
+        if self.buckets.index_covers:
             bucket = self.buckets.for_longest(bucket, int(positions.max()) + num_steps)
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows if token_ids is None else token_ids

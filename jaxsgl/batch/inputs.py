@@ -51,8 +51,8 @@ class Bucket:
       sees_ahead: whether its tokens of images see up to the end of theirs, in models whose images are extended whole.
       mlp_tokens: M, of a step that ranks share: places for the tokens of all ranks in MLPs and experts, which take
         those that are no padding; 0: they take all T of each rank.
-      chooses: whether an index chooses the tokens that queries attend to, since a sequence has more than these; else
-        queries attend to all. In models with an index.
+      chooses: whether an index chooses what queries attend to, since a sequence has more than that; else they attend to
+        all. In models with an index.
     """
 
     kind: StepKind

@@ -123,7 +123,7 @@ class JointBuilder:
         if needs & (EDITS | LOGPROBS | STATES):
             return None
         bucket = self._buckets.joint(self._buckets.decode(n, variant_of(needs)), sum(counts))
-        if self._buckets.num_chosen:
+        if self._buckets.index_covers:
             bucket = self._buckets.for_longest(bucket, int(positions.max()) + 1)
         packed = self._filled(bucket, rows, positions, ids, np.array(counts, np.int32))
         parts = [as_part(batch, bucket, own) for batch, own in zip(batches, packed, strict=True)]

@@ -168,7 +168,7 @@ class Pages:
         options = self._options[place].for_heads(qkv.queries.shape[2])
         out_TNH, cache = attend_to_groups(
             qkv, cache, a.slots, offsets, options, sinks,
-            backend=kernels.attend_to_groups, index_backend=kernels.score_tokens,
+            chooses=self._chooses, backend=kernels.attend_to_groups, index_backend=kernels.score_tokens,
         )  # fmt: skip
         self._k[place] = cache.tokens
         if cache.groups is not None and cache.sums is not None:

@@ -232,9 +232,12 @@ class ModelArch:
         return tuple(dict.fromkeys(filter(None, (mixer.groups for mixer in mixers))))
 
     @property
-    def num_chosen(self) -> int:
-        """Tokens that a query attends to at most, as an index chooses them; 0: there is no index."""
-        return 0 if self.latent is None or self.latent.index is None else self.latent.index.num_chosen
+    def index_covers(self) -> int:
+        """The most tokens of a sequence of which an index would choose all; 0: there is no index."""
+        if self.latent is not None and self.latent.index is not None:
+            return self.latent.index.num_chosen
+        covered = ((each.index.num_chosen + 1) * each.size - 1 for each in self.token_groups if each.index is not None)
+        return min(covered, default=0)
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:

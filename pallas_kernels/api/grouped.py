@@ -25,6 +25,7 @@ def attend_to_groups(
     options: AttentionOptions,
     sinks: jax.Array | None = None,
     *,
+    chooses: bool = True,
     backend: str = AUTO,
     index_backend: str = AUTO,
     interpret: bool = False,
@@ -42,6 +43,7 @@ def attend_to_groups(
             has one, in a decode.
         options: scale and window.
         sinks: `[N]` float32, which join the denominators of the softmaxes; None: there are none.
+        chooses: whether the index, if there is one, chooses; False where it would choose all that any query sees.
         backend: of the attention: one that has the op, or "auto", the best one that can run.
         index_backend: of the index's scores: one that has a kernel for them, "xla", or "auto".
         interpret: run a Pallas backend in its interpreter, on any platform.
@@ -72,7 +74,7 @@ def attend_to_groups(
                 f"takes a multiple of that, (1, {page_size // size}, {entry}) and ({num_sums(parts)}, {entry})"
             )
     cache = xla.store(qkv, cache, slots, query_offsets, one_each)
-    chosen = _choose(qkv.groups, query_offsets, cache, head_dim, index_backend, interpret)
+    chosen = _choose(qkv.groups, query_offsets, cache, head_dim, index_backend, interpret) if chooses else None
     size = 0 if qkv.groups is None else qkv.groups.size
     return attend_to_stored_groups(
         qkv.queries, chosen, query_offsets, cache, size, options, sinks, backend=backend, interpret=interpret

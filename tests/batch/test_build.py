@@ -125,7 +125,7 @@ def test_padding_touches_only_the_dummy_page_and_the_dummy_row() -> None:
 
 def test_an_index_chooses_in_steps_with_a_sequence_that_is_longer_than_what_it_chooses() -> None:
     build = builder(decode_steps=3)
-    build.buckets = BucketSet.derive(replace(SIZES, num_chosen=10), decode_steps=3)
+    build.buckets = BucketSet.derive(replace(SIZES, index_covers=10), decode_steps=3)
     steps = [
         *(build.extend([Work(2, ids(11, 12), at, sample=True), Work(4, ids(21), 0, sample=True)]) for at in (8, 9)),
         *(build.decode(ids(4, 2), ids(3, position)) for position in (9, 10)),
@@ -134,7 +134,7 @@ def test_an_index_chooses_in_steps_with_a_sequence_that_is_longer_than_what_it_c
     assert [step.bucket.chooses for step in steps] == [False, True] * 3
     assert {step.bucket for step in steps} <= {*build.buckets.all()}
     assert all(bucket.chooses for bucket in build.buckets.largest())
-    assert not any(bucket.chooses for bucket in BucketSet.derive(replace(SIZES, num_chosen=24)).all())
+    assert not any(bucket.chooses for bucket in BucketSet.derive(replace(SIZES, index_covers=24)).all())
 
 
 def test_sampling_parameters_follow_their_rows() -> None:

@@ -20,7 +20,7 @@ from jaxsgl.requests.request import SamplingParams
 RANKS, ROWS, PAGES = 3, 6, 8
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=ROWS, context_length=32, max_extend_tokens=32, vocab_size=100)
 BUCKETS = BucketSet.derive(SIZES, num_ranks=RANKS)
-WITH_INDEX = BucketSet.derive(replace(SIZES, num_chosen=20), num_ranks=RANKS)
+WITH_INDEX = BucketSet.derive(replace(SIZES, index_covers=20), num_ranks=RANKS)
 WITH_STATES = BucketSet.derive(replace(SIZES, num_snapshots=4), num_ranks=RANKS)
 GREEDY = SamplingParams(temperature=0.0)
 TEMPERATURE = [field.name for field in fields(SamplingArrays)].index("temperature")

@@ -197,7 +197,7 @@ def plan_capacity(
         has_axes=arch.has_axes and tower is not None,
         sees_ahead=arch.tower is not None and arch.tower.tokens.sees_ahead,
         num_snapshots=num_snapshots,
-        num_chosen=arch.num_chosen,
+        index_covers=arch.index_covers,
     )
 
 
