@@ -92,7 +92,7 @@ def test_media_that_fit_are_taken_by_models_with_a_tower_alone() -> None:
     image = item()
     request = Request("a", prompt_with([image]), SamplingParams(max_tokens=4), media=(image,))
     check_request(request, Limits(100, 64, 64, LIMITS))
-    with pytest.raises(InvalidRequest, match="1 images or video frames, but the model takes text alone"):
+    with pytest.raises(InvalidRequest, match="1 pictures, video frames or sounds, but the model takes text alone"):
         check_request(request, Limits(100, 64, 64))
 
 

@@ -406,7 +406,7 @@ class Generator:
             if model.media is None:
                 raise InvalidRequest(TEXT_ALONE)
             if any(prompt.truncation for prompt in prompts):
-                raise InvalidRequest("truncate_prompt_tokens could cut images: leave it out")
+                raise InvalidRequest("truncate_prompt_tokens could cut pictures or sounds: leave it out")
             return await model.media.prepare_all(prompts, tokenize)
         items = (prompt.items if isinstance(prompt, IdsPrompt) else () for prompt in prompts)
         return list(zip(await tokenize(prompts), items, strict=True))

@@ -244,7 +244,8 @@ def expand(
         settings.image_token_id: [run for visual in visuals if not visual.is_video for run in visual.runs],
         settings.video_token_id: [run for visual in visuals if visual.is_video for run in visual.runs],
     }
-    for (token_id, of_kind), what in zip(runs.items(), ("images", "frames of videos"), strict=True):
+    names = ("images" if settings.sound is None else "sounds", "frames of videos")
+    for (token_id, of_kind), what in zip(runs.items(), names, strict=True):
         count = sum(known == token_id for known in ids)
         if count != len(of_kind):
             raise _mismatch(count, f"id {token_id}", len(of_kind), what)

@@ -97,6 +97,7 @@ Source: TypeAlias = ImageSource | VideoSource | SoundSource
 UNTOLD_TYPES = ("", "application/octet-stream", "binary/octet-stream")  # of files whose names say nothing
 # Media types of files; sound may come in files of video.
 IMAGE_KINDS, VIDEO_KINDS, SOUND_KINDS = ("image",), ("video", "image"), ("audio", "video")
+_EXAMPLES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 
 
 def check_taken(media: Sequence[Source | File], hears: bool, takes: str) -> None:
@@ -164,7 +165,7 @@ def data_of(url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> byte
     """
     head = _DATA_URL.match(url[:_HEAD_CHARS])
     if head is None or head[3] is None:
-        raise InvalidRequest(f"{name} is no data: URL in base64: send data:image/png;base64,...")
+        raise InvalidRequest(f"{name} is no data: URL in base64: send data:{_EXAMPLES[kinds[0]]};base64,...")
     media_type = (head[1] or "").lower()
     check_type(media_type, kinds, name)
     text = url[head.end() :]

@@ -187,6 +187,11 @@ class MediaLimits(msgspec.Struct, frozen=True):
         return "pictures" if self.sound is None else "sound"
 
     @property
+    def item_name(self) -> str:
+        """What an item is, in words."""
+        return "image" if self.sound is None else "sound"
+
+    @property
     def square(self) -> int:
         """Patches that become one token."""
         return self.merge_size**2 if self.sound is None else self.sound.merge
@@ -277,23 +282,24 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
     if limits is None:
         if media:
             raise InvalidRequest(
-                f"the request has {len(media)} images or video frames, but the model takes text alone: leave them out, "
-                "or ask a server whose model has a vision tower"
+                f"the request has {len(media)} pictures, video frames or sounds, but the model takes text alone: leave "
+                "them out, or ask a server whose model sees or hears"
             )
         return
     if len(media) > limits.max_items:
         raise InvalidRequest(
-            f"the request has {len(media)} images and frame pairs, but may have {limits.max_items}, one for each "
-            f"{TOKENS_OF_ITEM} of --media-max-tokens: send fewer"
+            f"the request has {len(media)} pictures, frame pairs or sounds, but may have {limits.max_items}, one for "
+            f"each {TOKENS_OF_ITEM} of --media-max-tokens: send fewer"
         )
     end = num_patches = 0
     for number, item in enumerate(media):
-        _check_item(f"image {number}", item, prompt_ids, limits)
+        name = f"{limits.item_name} {number}"
+        _check_item(name, item, prompt_ids, limits)
         if item.offset < end:
-            raise InvalidRequest(f"image {number} begins at token {item.offset}, but the one before ends at {end}")
+            raise InvalidRequest(f"{name} begins at token {item.offset}, but the one before ends at {end}")
         if item.later is not None and not (number and item.offset == end and 0 <= item.later <= MAX_LATER):
             raise InvalidRequest(
-                f"image {number} goes on with a video at token {item.offset}, {item.later} later, but must follow the "
+                f"{name} goes on with a video at token {item.offset}, {item.later} later, but must follow the "
                 f"one before, which ends at {end}, by 0 to {MAX_LATER}"
             )
         end = item.stop
@@ -304,8 +310,8 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
     expected = sum(item.num_rows for item in media)
     if placeholders != expected:
         raise InvalidRequest(
-            f"the prompt has {placeholders} placeholder tokens, but its images have {expected}: write no placeholders "
-            "besides them"
+            f"the prompt has {placeholders} placeholder tokens, but its {limits.item_name}s have {expected}: write no "
+            "placeholders besides them"
         )
 
 

@@ -8,10 +8,10 @@ from jaxsgl.text.prompts import ChatPrompt, Prompt, TextPrompt
 from jaxsgl.text.tokenizer import Tokenizer
 from jaxsgl.text.voxtral import TRANSCRIBE, has_voxtrals_words
 
-_ENGLISH = "English"
+ENGLISH = "en"
 # Of languages by ISO 639-1's letters, those that the models know best; others are asked for by their letters.
 _LANGUAGES = {
-    "ar": "Arabic", "de": "German", "en": _ENGLISH, "es": "Spanish", "fr": "French", "hi": "Hindi", "it": "Italian",
+    "ar": "Arabic", "de": "German", "en": "English", "es": "Spanish", "fr": "French", "hi": "Hindi", "it": "Italian",
     "ja": "Japanese", "ko": "Korean", "nl": "Dutch", "pt": "Portuguese", "ru": "Russian", "zh": "Chinese",
 }  # fmt: skip
 _LETTERS = {name.lower(): letters for letters, name in _LANGUAGES.items()}
@@ -57,15 +57,17 @@ def transcript_prompt(tokenizer: Tokenizer, sound: SoundSource, language: str, h
         start = "".join(tokenizer.token_bytes(token_id).decode() for token_id in tokenizer.ids_before_texts())
         told = f"lang:{language}" if language else ""
         return TextPrompt(f"{start}[INST][BEGIN_AUDIO][AUDIO][/INST]{told}{TRANSCRIBE}", False, (sound,))
-    told = f", which is in {_LANGUAGES.get(language, language)}" if language else ""
-    return _question(sound, hint or f"Write down what is said in the audio{told}, word for word and nothing else.")
+    return _question(sound, language, hint or "Write down what is said in the audio, word for word and nothing else.")
 
 
-def translation_prompt(sound: SoundSource, hint: str) -> Prompt:
+def translation_prompt(sound: SoundSource, language: str, hint: str) -> Prompt:
     """Returns what asks for that in English."""
-    return _question(sound, hint or f"Translate what is said in the audio into {_ENGLISH}, and write nothing else.")
+    return _question(
+        sound, language, hint or "Translate what is said in the audio into English, and write nothing else."
+    )
 
 
-def _question(sound: SoundSource, text: str) -> Prompt:
-    parts = [{"type": "audio", "audio": ""}, {"type": "text", "text": text}]
+def _question(sound: SoundSource, language: str, text: str) -> Prompt:
+    told = f"The audio is in {_LANGUAGES.get(language, language)}. " if language else ""
+    parts = [{"type": "audio", "audio": ""}, {"type": "text", "text": told + text}]
     return ChatPrompt([{"role": "user", "content": parts}], media=(sound,))

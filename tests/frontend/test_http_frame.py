@@ -207,7 +207,7 @@ def test_a_body_may_hold_a_photo_but_not_as_much_of_anything_else(server: Server
     with connect(server) as http:
         for content, words in (
             ([{"type": "image_url", "image_url": {"url": url}}], "the model takes text alone"),
-            ("some words " * (5 << 17), "bytes besides files in base64, but may have 4194304"),
+            ("some words " * (5 << 17), "bytes besides files of 64 KiB and more in base64, but may have 4194304"),
         ):
             answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
             assert answer.status_code == 400

@@ -117,12 +117,11 @@ def test_a_transcript_comes_in_openais_forms(folder: str) -> None:
             "input_token_details": {"audio_tokens": 14, "text_tokens": num_read - 14},
         }  # fmt: skip
         text = answer["text"]
-        assert f"{PADS}<|audio_eos|>\nWrite down what is said in the audio, which is in German," in served.text_of(
-            served.requests[0]
-        )
-        plain = await ask(served, response_format="text", prompt="Names of birds alone.")
+        asked = f"{PADS}<|audio_eos|>\nThe audio is in German. Write down what is said in the audio,"
+        assert asked in served.text_of(served.requests[0])
+        plain = await ask(served, response_format="text", language="en", prompt="Names of birds alone.")
         assert plain.text == f"{text}\n" and plain.headers["content-type"].startswith("text/plain")
-        assert "Names of birds alone.<|end|>" in served.text_of(served.requests[1])
+        assert "The audio is in English. Names of birds alone.<|end|>" in served.text_of(served.requests[1])
         verbose = (await ask(served, "translations", response_format="verbose_json")).json()
         told = {key: verbose[key] for key in ("task", "language", "duration", "text")}
         assert told == {"task": "translate", "language": "english", "duration": 0.58, "text": text}
@@ -164,6 +163,8 @@ def test_a_long_sound_of_voxtrals_is_asked_for_in_its_own_words(tmp_path: Path) 
         ({"include[]": "logprobs"}, "transcripts come without log-probabilities"),
         ({f"field{number}": "x" for number in range(40)}, "the form has 32 fields or more"),
         ({"timestamp_granularities[]": "word"}, "no times are known"),
+        ({"to_language": "fr"}, "to_language is fr, but transcripts are in the language of the sound"),
+        ({"prompt": "<|AUDIO|>"}, "2 placeholders (id 404), but 1 sounds come with it"),
         ({"stream": "true", "response_format": "text"}, "stream is true, but response_format is text"),
     ],
 )
@@ -265,7 +266,7 @@ def test_a_language_is_told_by_letters_with_a_region_or_not_or_by_name(folder: s
     async def scenario(served: VisionFrontEnd) -> None:
         for told in ("de", "DE", "de-AT", "German"):
             assert (await ask(served, language=told)).status_code == 200
-            assert "which is in German, word for word" in served.text_of(served.requests[-1])
+            assert "\nThe audio is in German. Write" in served.text_of(served.requests[-1])
 
     run(folder, scenario)
 
@@ -330,6 +331,12 @@ def test_models_take_what_they_see_or_hear_alone(folder: str, tmp_path: Path) ->
         assert answer.status_code == 400 and "is a picture or video, but the model takes sound alone" in answer.text
         answer = await served.chat({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}})
         assert answer.status_code == 400 and "content[0] holds no sound" in answer.text
+        body: dict[str, Any] = {"prompt": "<|AUDIO|>", "max_tokens": 1}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.status_code == 400 and "1 placeholder tokens, but its sounds have 0" in answer.text
+        body = {"messages": [{"role": "user", "content": [part]}], "truncate_prompt_tokens": 5}
+        answer = await served.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and "could cut pictures or sounds" in answer.text
 
     async def seeing(served: VisionFrontEnd) -> None:
         answer = await served.chat(part)

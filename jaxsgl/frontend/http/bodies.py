@@ -93,8 +93,8 @@ def without_files(body: bytes, max_bytes: int) -> bytes:
         body = b'"'.join([b"" if _is_file(text) else text for text in body.split(b'"')])
     if len(body) > max_bytes:
         raise InvalidRequest(
-            f"it has {len(body)} bytes besides files in base64, but may have {max_bytes} (--max-request-bytes): send "
-            "less at once"
+            f"it has {len(body)} bytes besides files of {MIN_FILE_BYTES >> 10} KiB and more in base64, but may have "
+            f"{max_bytes} (--max-request-bytes): send less at once"
         )
     return body
 

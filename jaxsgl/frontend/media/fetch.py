@@ -286,8 +286,8 @@ async def _exchange(
 ) -> None:
     """Sends the request and reads the answer, up to its end or to a redirect."""
     writer.write(
-        f"GET {target.path} HTTP/1.1\r\nHost: {target.authority}\r\nUser-Agent: jaxsgl\r\nAccept: image/*, video/*\r\n"
-        "Accept-Encoding: identity\r\nConnection: close\r\n\r\n".encode("ascii")
+        f"GET {target.path} HTTP/1.1\r\nHost: {target.authority}\r\nUser-Agent: jaxsgl\r\n"
+        "Accept: image/*, video/*, audio/*\r\nAccept-Encoding: identity\r\nConnection: close\r\n\r\n".encode("ascii")
     )
     await writer.drain()
     while not answer.is_whole and answer.location is None:

@@ -114,7 +114,7 @@ class MediaLoader:
             num_patches += sum(item.num_patches for item in prepared[-1][1])
             if num_patches > most:
                 raise InvalidRequest(
-                    f"the images of all prompts have more than {most} patches: send fewer prompts in a call"
+                    f"the media of all prompts have more than {most} patches: send fewer prompts in a call"
                 )
         return prepared
 

@@ -150,7 +150,7 @@ def _prompts(front_end: FrontEnd, body: EmbeddingRequest, truncation: Truncation
     tokenizer, trusts = front_end.generator.model.tokenizer, front_end.config.trust_request_chat_template
     prompt = chat_prompt(chat, tokenizer, truncation=truncation, trusts_template=trusts)
     if prompt.media:
-        raise InvalidRequest("the messages have images or videos, but texts alone are embedded: leave them out")
+        raise InvalidRequest("the messages have pictures or sounds, but texts alone are embedded: leave them out")
     return [replace(prompt, add_special_tokens=bool(body.add_special_tokens))]
 
 

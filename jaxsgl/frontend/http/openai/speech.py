@@ -25,7 +25,7 @@ from jaxsgl.preprocess.mel import HOP, RATE
 from jaxsgl.preprocess.sources import SoundSource
 from jaxsgl.requests.media import FRAMES_OF_PATCH
 from jaxsgl.requests.request import MAX_SEED, Request, SamplingParams
-from jaxsgl.text.hearing import language_of, transcript_prompt, translation_prompt
+from jaxsgl.text.hearing import ENGLISH, language_of, transcript_prompt, translation_prompt
 
 PATCH_S = FRAMES_OF_PATCH * HOP / RATE
 _UNKNOWN = "unknown"  # the language that the model finds out, which it doesn't tell
@@ -36,6 +36,7 @@ class SpeechRequest(Body):
 
     model: str | None = None
     language: str = ""
+    to_language: str = ""
     prompt: str = ""
     response_format: Literal["json", "text", "verbose_json"] = "json"
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
@@ -103,11 +104,16 @@ async def answer_speech(front_end: FrontEnd, speech: Speech, adapter: str = "", 
         )
     if body.stream and body.response_format != "json":
         raise InvalidRequest(f"stream is true, but response_format is {body.response_format}: leave that out")
-    sound = SoundSource(speech.content)
+    sound, language = SoundSource(speech.content), language_of(body.language)
+    if body.to_language and language_of(body.to_language) != (ENGLISH if translates else language):
+        raise InvalidRequest(
+            f"to_language is {body.to_language:.100}, but transcripts are in the language of the sound, and "
+            "translations in English: leave it out, or chat"
+        )
     if translates:
-        prompt = translation_prompt(sound, body.prompt)
+        prompt = translation_prompt(sound, language, body.prompt)
     else:
-        prompt = transcript_prompt(model.tokenizer, sound, language_of(body.language), body.prompt)
+        prompt = transcript_prompt(model.tokenizer, sound, language, body.prompt)
     sampling = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
