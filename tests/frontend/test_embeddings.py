@@ -142,6 +142,9 @@ def test_documents_are_ranked_by_the_angle_of_their_embeddings(http: httpx.Clien
     assert scores[1] == pytest.approx(1.0)
     assert answer["results"][0]["document"] == {"text": "hello"}
     assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(t)) for t in ("hello", "dog", "hello world"))
+    for other in ({"max_tokens_per_doc": 5}, {"rank_fields": ["title"]}):
+        (name,) = other
+        assert f"{name} isn't taken" in refusal(http, "/v2/rerank", query="a", documents=["b"], **other)["message"]
     two = post(http, "/v2/rerank", query="hello", documents=documents, top_n=2, return_documents=False)["results"]
     assert [set(result) for result in two] == [{"index", "relevance_score"}] * 2
     pairs = post(http, "/v1/score", text_1="hello", text_2=["dog", "hello", "hello world"])["data"]
@@ -177,7 +180,8 @@ def test_a_query_of_label_tokens_fits_before_it_stands_in_the_prompt_of_each_ite
 
 
 def test_a_model_without_classes_classifies_nothing(http: httpx.Client) -> None:
-    assert "no classification head" in refusal(http, "/classify", input="x")["message"]
+    for path in ("/classify", "/v1/classify"):
+        assert "no classification head" in refusal(http, path, input="x")["message"]
 
 
 def test_a_head_scores_texts_through_its_activation_or_without(

@@ -33,7 +33,7 @@ CLIENT_CALLS = {
 CLIENT_POSTS = {
     "/api/chat", "/api/embed", "/api/embeddings", "/api/generate", "/api/show", "/classify", "/detokenize", "/encode",
     "/generate", "/rerank", "/score", "/tokenize", "/v1/audio/transcriptions", "/v1/audio/translations",
-    "/v1/chat/completions", "/v1/completions", "/v1/detokenize", "/v1/embeddings", "/v1/messages",
+    "/v1/chat/completions", "/v1/classify", "/v1/completions", "/v1/detokenize", "/v1/embeddings", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/rerank", "/v1/responses", "/v1/responses/input_tokens", "/v1/score",
     "/v1/tokenize", "/v2/rerank",
 }  # fmt: skip

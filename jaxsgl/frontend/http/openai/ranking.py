@@ -32,6 +32,7 @@ from jaxsgl.frontend.http.bodies import (
     Truncated,
     one_error,
     options_of,
+    refuse_others,
     truncation_of,
 )
 from jaxsgl.frontend.http.calls import check_num_choices
@@ -89,6 +90,10 @@ Documents = Annotated[
 ]
 
 
+# Cohere's, which would change scores.
+RANKED_OTHERWISE = frozenset({"max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"})
+
+
 class RerankRequest(_Common):
     """Body of /v1/rerank."""
 
@@ -124,6 +129,7 @@ def _spec(front_end: FrontEnd, body: _Common) -> PoolingSpec:
 
 async def answer_rerank(front_end: FrontEnd, body: RerankRequest) -> Response:
     """Returns the documents, best first; equally good ones in their order."""
+    refuse_others(body, RANKED_OTHERWISE)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     call = _call(front_end, body, "rerank")
     pairs = [(body.query, text) for text in texts]

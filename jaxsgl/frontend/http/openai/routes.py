@@ -128,6 +128,7 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
         return await answer_rerank(front_end, body)
 
     @router.post("/classify")
+    @router.post("/v1/classify")
     @while_connected
     async def classify(body: ClassifyRequest) -> Response:
         """The class of each input, by a classification head."""
