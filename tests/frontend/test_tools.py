@@ -126,6 +126,12 @@ def test_a_call_that_max_tokens_cuts_is_text(http: httpx.Client) -> None:
     assert CALL.startswith(message["content"])
 
 
+def test_a_call_that_a_stop_string_cuts_ends_as_other_text_does(http: httpx.Client) -> None:
+    for stop, arguments, ended in (("ln", '{"city": "Kö', "stop"), ("\n</tool", '{"city": "Köln"}', "tool_calls")):
+        message, reason = answer(http, CALL, tool_choice="required", stop=[stop])
+        assert (message["tool_calls"][0]["function"]["arguments"], reason) == (arguments, ended)
+
+
 def test_a_call_that_is_demanded_goes_before_a_format(http: httpx.Client) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     message, reason = answer(http, CALL, tool_choice="required", response_format=form)
@@ -209,6 +215,14 @@ def test_a_tool_without_parameters_takes_no_arguments() -> None:
     assert use.callable["now"] == use.shown[0]["function"]["parameters"]
     assert use.callable["now"] == {"type": "object", "properties": {}, "additionalProperties": False}
     assert use.callable["any"] == {"type": "object"}
+
+
+def test_arguments_are_an_object_whatever_the_tool_says_of_them() -> None:
+    schemas: list[dict[str, Any]] = [{"properties": {}}, {"$ref": "#/$defs/a", "$defs": {"a": {}}}]
+    for given in (*schemas, {"type": ["null", "object"]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": given}}
+        use = tool_use(ChatRequest.model_validate({"messages": say("hi"), "tools": [tool]}))
+        assert use.callable["f"] == {**given, "type": "object"}
 
 
 def test_the_words_of_a_tool_are_understood_unless_it_is_strict() -> None:
@@ -297,6 +311,10 @@ def test_special_tokens_have_text_if_asked_for(http: httpx.Client) -> None:
         ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "must be auto, none, required or"),
         ({"tools": [NOW, NOW]}, "2 tools have 1 different names"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "be an object",
+        ),
     ],
 )
 def test_tools_that_make_no_sense_are_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:

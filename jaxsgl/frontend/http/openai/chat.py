@@ -64,6 +64,7 @@ from jaxsgl.preprocess.sources import ImageSource, SoundSource, Source, VideoSou
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.text.answer import PlainParser
 from jaxsgl.text.call_stream import Part
+from jaxsgl.text.json_text import BROKEN, decoded
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn
@@ -368,16 +369,17 @@ class MessageWriter:
     """Turns the text of one sample into a message of reasoning, text and calls, whole or as deltas.
 
     Owns the ids of calls and what a stream has sent.
-
-    Attributes:
-      has_calls: whether the message calls a tool.
     """
 
     def __init__(self, form: AnswerForm) -> None:
         self._form = form
         self._parser = form.parser()
         self._held_reasoning: list[str] = []
-        self.has_calls = False
+        self._arguments: list[str] | None = None  # of the last call
+
+    def has_calls(self) -> bool:
+        """Whether the message calls tools, and no stop string has cut the last call."""
+        return self._arguments is not None and decoded("".join(self._arguments)) is not BROKEN
 
     def whole(self, text: str) -> AssistantMessage:
         """Returns the message that the sample's whole text makes."""
@@ -432,7 +434,11 @@ class MessageWriter:
         parts = self._parser.feed(text)
         if final:
             parts += self._parser.finish()
-        self.has_calls |= any(part.kind == "call" for part in parts)
+        for part in parts:
+            if part.kind == "call":
+                self._arguments = []
+            elif part.kind == "arguments" and self._arguments is not None:
+                self._arguments.append(part.text)
         if not self._form.include:
             return [part for part in parts if part.kind != "reasoning"]
         return self._in_one(parts, final) if self._form.in_one else parts
@@ -449,6 +455,6 @@ class MessageWriter:
 
 def finish_reason(reason: str, writer: MessageWriter, legacy: bool) -> str:
     """Returns OpenAI's reason: a sample that ended by itself with calls has ended to call."""
-    if reason == "stop" and writer.has_calls:
+    if reason == "stop" and writer.has_calls():
         return "function_call" if legacy else "tool_calls"
     return reason

@@ -97,11 +97,18 @@ def shown_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments. An empty schema allows any, a missing one none."""
-    parameters = tool.function.parameters
+    """Returns the schema of a tool's arguments, which are an object. An empty schema allows any, a missing one none.
+
+    Raises `InvalidRequest` for a schema of something else.
+    """
+    parameters, name = tool.function.parameters, tool.function.name
     if parameters is None:
         return _NO_PARAMETERS
-    return standard(parameters or {"type": "object"}, bool(tool.function.strict))
+    schema = standard(parameters, bool(tool.function.strict))
+    types = schema.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise InvalidRequest(f"the parameters of the tool {name} are of type {types!r:.100}, but must be an object")
+    return {**schema, "type": "object"}
 
 
 def _choice(given: str | dict[str, Any] | None, names: list[str]) -> tuple[Mode, list[str]]:
