@@ -13,7 +13,7 @@ from jaxsgl.requests.request import Request, SamplingParams
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"stop": "###"}, "stop is the text '###', but must be a list of texts: write ['###']"),
+        ({"stop": 5}, "stop is 5, but must be a list of texts"),
         ({"stop": (5,)}, "a stop string is 5, but must be a text"),
         ({"logit_bias": {"7": 1.0}}, "a token id of logit_bias is '7', but must be an integer"),
         ({"logit_bias": {7: float("nan")}}, "the logit_bias of token 7 is nan, but must be -100 to 100"),
@@ -49,6 +49,13 @@ def test_values_out_of_range_are_refused_with_the_limit(params: dict[str, Any], 
 )
 def test_parameters_that_change_logits_are_recognized(params: dict[str, Any]) -> None:
     assert SamplingParams(**params).edits_logits
+
+
+def test_a_text_may_be_the_only_stop_string_and_none_is_no_list_as_in_vllm() -> None:
+    lists = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias")
+    given: dict[str, Any] = dict.fromkeys(lists)
+    assert SamplingParams(**given) == SamplingParams()
+    assert SamplingParams(**given | {"stop": "###"}) == SamplingParams(stop=("###",))
 
 
 def test_numbers_of_numpy_are_taken_for_pythons() -> None:

@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         """Checks types, too, since Python code may pass anything: a max_tokens of 2.5 would never be reached."""
-        for name, value in _foreign_numbers(self):
+        for name, value in (*_unset(self), *_foreign_numbers(self)):
             msgspec.structs.force_setattr(self, name, value)
         for name, bounds in BOUNDS.items():
             check_type = check_integer if name in INTEGERS else check_number
@@ -177,8 +177,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_lists(self) -> None:
         """Checks types and lengths, before anything looks at the entries."""
-        if isinstance(self.stop, str):
-            raise InvalidRequest(f"stop is the text {self.stop!r}, but must be a list of texts: write [{self.stop!r}]")
         if not isinstance(self.stop, tuple | list):
             raise InvalidRequest(f"stop is {self.stop!r:.100}, but must be a list of texts")
         if not isinstance(self.stop_token_ids, tuple | list):
@@ -301,6 +299,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def filtered(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+def _unset(params: SamplingParams) -> Iterator[tuple[str, Any]]:
+    """(field, its value as a list) where `params` have None, as vLLM's by default, or a text in place of a list."""
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        if getattr(params, name) is None:
+            yield name, ()
+    if params.logit_bias is None:
+        yield "logit_bias", {}
+    if isinstance(params.stop, str):
+        yield "stop", (params.stop,)
 
 
 def _foreign_numbers(params: SamplingParams) -> Iterator[tuple[str, Any]]:
