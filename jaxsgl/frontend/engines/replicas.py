@@ -255,7 +255,8 @@ class Replicas:
     def together(self, answers: Mapping[int, Answer]) -> Answer:
         """Returns one answer for those of the replicas: of the ones that failed, if some did."""
         failed = {rank: answer for rank, answer in answers.items() if not answer.ok}
-        texts = _by_replica({rank: answer.text for rank, answer in (failed or answers).items()}, len(self.links))
+        told = {rank: answer.text for rank, answer in (failed or answers).items() if answer.text}
+        texts = _by_replica(told, len(self.links))
         if failed and len(failed) < len(answers):
             done = ", ".join(str(rank) for rank in answers if rank not in failed)
             texts.append(f"it was done on replica {done}")
