@@ -93,11 +93,17 @@ def _part(part: Any, files: list[File]) -> dict[str, Any]:
         if not isinstance(part.get("text"), str):
             raise InvalidRequest('a part is of type text without a text: give {"type": "text", "text": ...}')
         return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url", "video", "video_url", "audio", "audio_url"):
+    if kind not in ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"):
         raise InvalidRequest(
-            f"a part is of type {kind!r}, but must be text, image, image_url, video, video_url, audio or audio_url"
+            f"a part is of type {kind!r}, but must be text, image, image_url, video, video_url, audio, audio_url or "
+            "input_audio"
         )
     given, fps = part.get(kind), part.get("fps")
+    if kind == "input_audio":
+        if not (isinstance(given, Mapping) and isinstance(given.get("data"), str)):
+            raise InvalidRequest('a part is of type input_audio without data: give {"data": base64, "format": ...}')
+        files.append(sound_of(f"data:;base64,{given['data']}"))
+        return {"type": "audio", "audio": ""}
     if isinstance(given, Mapping):
         fps = given.get("fps", fps)
         given = given.get("url")

@@ -10,17 +10,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.processors import load_settings
 from jaxsgl.preprocess.sources import SOUND_KINDS, Budget, File, ImageFile, SoundFile, VideoFile, data_of
+from jaxsgl.preprocess.waves import wave_of
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
 _MAX_BYTES = 1 << 32  # of a data: URL
+_MAX_RATE = 1 << 20  # samples a second; what is refused where they are read is far less
 _TEXT_ALONE = (
     "the prompt has images, videos or sounds, but the model takes text alone: leave them out, or load a model with a "
     "tower for them"
 )
+# By their main media type: what files are called, and what they may be given as.
+_NAMES = {
+    "image": ("picture", "a PIL image, bytes, a path or a data: URL"),
+    "video": ("video", "bytes, a path, a data: URL or a list of frames"),
+    "audio": ("sound", "bytes, a path, a data: URL, or samples and their rate"),
+}
 _KEYS = {"prompt", "prompt_token_ids", "multi_modal_data"}
 
 
@@ -41,7 +52,8 @@ def read_prompt(given: Mapping[str, Any]) -> OfflinePrompt:
         raise InvalidRequest(f"multi_modal_data has the keys {sorted(data)}, but may have image, video and audio")
     files: list[File] = [ImageFile(content_of(image)) for image in _as_list(data.get("image"))]
     files += [video_of(video) for video in _as_list(data.get("video"))]
-    files += [sound_of(sound) for sound in _as_list(data.get("audio"))]
+    sounds = data.get("audio")
+    files += [sound_of(sound) for sound in ([sounds] if _are_samples(sounds) else _as_list(sounds))]
     return OfflinePrompt(given["prompt"] if "prompt" in given else given["prompt_token_ids"], files)
 
 
@@ -96,27 +108,42 @@ def video_of(given: Any, fps: float | None = None) -> VideoFile:
 
 
 def sound_of(given: Any) -> SoundFile:
-    """Returns a file of sound. Raises `InvalidRequest`."""
-    content = content_of(given, SOUND_KINDS)
-    if not isinstance(content, bytes):
-        raise InvalidRequest("a sound is a picture, but must be bytes, a path or a data: URL")
-    return SoundFile(content)
+    """Returns a file of sound, or samples in vLLM's form as one. Raises `InvalidRequest`."""
+    if _are_samples(given):
+        samples, rate = given
+        return SoundFile(_wave_of(np.asarray(samples), rate))
+    return SoundFile(content_of(given, SOUND_KINDS))
+
+
+def _are_samples(given: Any) -> bool:
+    return isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[1], int | float | np.number)
+
+
+def _wave_of(samples: npt.NDArray[Any], rate: float) -> bytes:
+    if samples.ndim != 1 or samples.dtype.kind != "f" or not (0 <= rate <= _MAX_RATE and rate == int(rate)):
+        raise InvalidRequest(
+            f"the samples of a sound have the shape {samples.shape}, the type {samples.dtype} and the rate {rate}, but "
+            "must be floats of -1 to 1 of one channel, and so many a second"
+        )
+    with np.errstate(over="ignore"):  # what is infinite is refused where it is read
+        return wave_of(samples.astype(np.float32), int(rate))
 
 
 def content_of(given: Any, kinds: tuple[str, ...] = ("image",)) -> Any:
     """Returns a picture as it is, or the content of a file. Raises `InvalidRequest`."""
-    if hasattr(given, "getbands") or isinstance(given, bytes):
+    name, forms = _NAMES[kinds[0]]
+    if isinstance(given, bytes) or (hasattr(given, "getbands") and kinds != SOUND_KINDS):
         return given
     if isinstance(given, str) and given[:5].lower() == "data:":
-        return data_of(given, kinds, Budget(_MAX_BYTES), "a picture")
+        return data_of(given, kinds, Budget(_MAX_BYTES), f"a {name}")
+    if isinstance(given, str) and given[:8].lower().startswith(("http://", "https://")):
+        raise InvalidRequest(f"the {name} {given[:200]} is a URL, but nothing is fetched here: give {forms}")
     if isinstance(given, str | Path):
         try:
             return Path(given).read_bytes()
         except (OSError, ValueError) as error:
-            raise InvalidRequest(f"the picture {str(given)[:200]} can't be read: {error}") from None
-    raise InvalidRequest(
-        f"a picture is a {type(given).__name__}, but must be a PIL image, bytes, a path or a data: URL"
-    )
+            raise InvalidRequest(f"the {name} {str(given)[:200]} can't be read: {error}") from None
+    raise InvalidRequest(f"a {name} is a {type(given).__name__}, but must be {forms}")
 
 
 def _as_list(given: Any) -> list[Any]:

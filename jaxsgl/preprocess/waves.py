@@ -31,6 +31,13 @@ def is_wave(content: bytes) -> bool:
     return content[:4] == b"RIFF" and content[8:12] == b"WAVE"
 
 
+def wave_of(samples: Samples, rate: int) -> bytes:
+    """Returns a WAV file of one channel: float32 samples `[n]`, `rate` of them a second."""
+    data = samples.astype("<f4").tobytes()
+    form = struct.pack("<IHHIIHH", 16, _FLOATS, 1, rate, 4 * rate, 4, 32)
+    return b"RIFF" + struct.pack("<I", _UNTOLD) + b"WAVEfmt " + form + b"data" + struct.pack("<I", _UNTOLD) + data
+
+
 class Wave:
     """A file, of which the header is read.
 
