@@ -21,7 +21,7 @@ from pallas_kernels.target import target_device
 
 _DIGIT, _BITS = 4, 32
 # Numbers that a program looks at together, and its warps: of many rows, or of fewer than multiprocessors.
-_NARROW, _WIDE = (512, 4), (2048, 16)
+_NARROW, _WIDE = (512, 4), (1024, 8)
 _LEAST = -(1 << 31)  # below all numbers
 _FEW_ROWS, _LONG = 16, 1 << 15  # fewer rows of more numbers are sorted: a program each would take longer
 
