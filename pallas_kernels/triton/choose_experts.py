@@ -26,8 +26,6 @@ def refuse_choose_experts(router: Router, logits: jax.Array) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     if router.score == "sparse_mixer":
         return "the share of an expert depends on those near it (sparse_mixer)"
-    if router.score == "root_of_softplus":
-        return "scores are roots of softplus"
     if router.num_groups > _MOST_GROUPS:
         return f"experts stand in {router.num_groups} groups; it takes at most {_MOST_GROUPS}"
     if logits.shape[-1] > _MOST_EXPERTS:
@@ -138,6 +136,8 @@ def _is_in_best(router: Router, ranks: jax.Array, expert: jax.Array, group: jax.
 def _scores(router: Router, logits: jax.Array, is_out: jax.Array) -> jax.Array:
     if router.score == "softmax":
         return _softmax(logits, ~is_out)
+    if router.score == "root_of_softplus":
+        return jnp.sqrt(jnp.maximum(logits, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(logits))))
     return jax.nn.sigmoid(logits) if router.score == "sigmoid" else logits
 
 

@@ -40,6 +40,7 @@ ROUTERS = {
     "kolibri1": (Router(6, "sigmoid_of_chosen", True, choice_bias=True), 24),
     "all": (Router(5), 5),
     "deepseek-v3": (Router(4, "sigmoid", True, 2.5, 8, 3, choice_bias=True), 48),
+    "deepseek-v4": (Router(6, "root_of_softplus", True, 1.5, choice_bias=True), 40),
     "deepseek-v2": (Router(3, num_groups=6, top_groups=2, group_best=1), 30),
 }
 
