@@ -23,6 +23,7 @@ from transformers import DeepseekV4Config
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.features import LoraConfig, SpeculationConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.kernels.choice import asked_kernels, kernel_shapes
 from jaxsgl.engine.layer_state import layer_states
 from jaxsgl.engine.start.model_flags import check_flags
 from jaxsgl.engine.start.sizing import choose_pages
@@ -31,6 +32,7 @@ from jaxsgl.models import ModelArch, arch_from_folder, resolve_precision
 from jaxsgl.models.layer_spec import GroupedAttention, MoeMlp
 from jaxsgl.requests.request import Request, SamplingParams
 from jaxsgl.weights import load_params
+from pallas_kernels.selftest.shapes import GroupedShape, KernelShapes
 from tests.checkpoint_kinds.sizes import OF_FAMILIES
 from tests.checkpoints import configuration, load_reference, make_checkpoint
 from tests.end_to_end.offline import outputs, serve
@@ -143,6 +145,20 @@ def test_a_page_holds_entries_of_tokens_and_groups_and_what_goes_on_after_it(tmp
     tokens, sparse, heavy = 512 * 128 * 2, 640 * 32 * 2, 512 * 2
     sums = 9 * 640 * 4, 3 * 512 * 4
     assert pages.page_bytes == 4 * tokens + 2 * (sparse + sums[0]) + heavy + sums[1] and pages.row_bytes == 0
+
+
+def test_kernels_are_tested_at_the_shapes_of_each_kind_of_layers(tmp_path: Path) -> None:
+    arch = read(tmp_path, FLASH)
+    config = EngineConfig(kernels=("grouped=triton", "index=xla"))
+    asked = asked_kernels(config, arch)
+    assert (asked.attend_to_groups, asked.score_tokens) == ("triton", "xla")
+    precision = resolve_precision("auto", "auto", arch, "gpu", cpu_multiplies_bfloat16=lambda: False)
+    shapes = kernel_shapes(arch, precision, *choose_pages(config, arch, "gpu", 1), 1)
+    assert (shapes.num_kv_heads, shapes.num_groups, shapes.head_dim, shapes.page_size) == (1, 64, 512, 128)
+    assert set(shapes.grouped) == {GroupedShape(), GroupedShape(4, 640, 512, 64), GroupedShape(128, 512)}
+    assert KernelShapes.from_json(json.loads(json.dumps(shapes.as_json()))) == shapes
+    with pytest.raises(ConfigError, match=r"names chosen, but .* has no latents of which an index chooses"):
+        asked_kernels(replace(config, kernels=("chosen=xla",)), arch)
 
 
 @pytest.mark.parametrize(
