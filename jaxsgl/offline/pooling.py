@@ -18,9 +18,10 @@ from jaxsgl.requests.outputs import (
     class_scores,
     embedding_of,
 )
-from jaxsgl.requests.request import POOLING_SAMPLING, Request
+from jaxsgl.requests.request import POOLING_SAMPLING, Request, room_of_prompt
 from jaxsgl.text.ranking import ranking_of
 from jaxsgl.text.sample import Piece, join
+from jaxsgl.text.tokenizer import Truncation
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class PoolingLLM(Offline):
         prompts: Prompt | Sequence[Prompt],
         *,
         dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
         use_tqdm: UseTqdm = True,
@@ -54,24 +56,28 @@ class PoolingLLM(Offline):
         Args:
           prompts: one prompt or many.
           dimensions: numbers of an embedding, of models whose embeddings may be cut.
+          truncate_prompt_tokens: how many of the first tokens of longer prompts are kept; -1: what the context holds.
           cache_salt, adapter, use_tqdm: see `generate`.
 
         Raises `InvalidRequest`.
         """
         check_dimensions(self._spec, dimensions)
-        return self._embeddings(prompts, self._spec, dimensions, cache_salt, adapter, use_tqdm)
+        encoded = self._encode_all(prompts, truncate_prompt_tokens)
+        return self._embeddings(encoded, self._spec, dimensions, cache_salt, adapter, use_tqdm)
 
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
         use_tqdm: UseTqdm = True,
     ) -> list[Embedding]:
         """The pooled hidden state of each prompt as it is, neither cut nor normalized; otherwise like `embed`."""
         spec = replace(self._spec, normalize=False)
-        return self._embeddings(prompts, spec, spec.dimension, cache_salt, adapter, use_tqdm)
+        encoded = self._encode_all(prompts, truncate_prompt_tokens)
+        return self._embeddings(encoded, spec, spec.dimension, cache_salt, adapter, use_tqdm)
 
     def score(
         self,
@@ -79,13 +85,15 @@ class PoolingLLM(Offline):
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         adapter: str = "",
         use_tqdm: UseTqdm = True,
     ) -> list[float]:
         """How well each document answers the query, or that of its own if there are several; text/ranking.py says how.
 
-        `instruction` says what queries ask for, to models that are told; `adapter` is that of all texts. Needs what
-        `embed` needs.
+        `instruction` says what queries ask for, to models that are told; `truncate_prompt_tokens` cuts prompts as in
+        `embed`, where query and document share one the document; `adapter` is that of all texts. Needs what `embed`
+        needs.
         """
         queries, texts = ([given] if isinstance(given, str) else list(given) for given in (query, documents))
         if len(queries) not in (1, len(texts)):
@@ -93,7 +101,8 @@ class PoolingLLM(Offline):
                 f"{len(queries)} queries for {len(texts)} documents: give one for all, or one for each"
             )
         pairs = list(zip(queries if len(queries) > 1 else queries * len(texts), texts, strict=True))
-        ranking = ranking_of(self.tokenizer, self._spec, pairs, instruction)
+        truncation, limits = self._truncation(truncate_prompt_tokens), self.engine.capacity.limits
+        ranking = ranking_of(self.tokenizer, self._spec, pairs, instruction, limits.context_length, truncation)
         prompts: list[Encoded] = [(ids, ()) for ids in ranking.prompts]
         return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", adapter, use_tqdm)])
 
@@ -101,6 +110,7 @@ class PoolingLLM(Offline):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        truncate_prompt_tokens: int | None = None,
         cache_salt: str | Sequence[str] = "",
         adapter: str | Sequence[str] = "",
         use_tqdm: UseTqdm = True,
@@ -109,23 +119,33 @@ class PoolingLLM(Offline):
         spec = self._spec
         if not spec.labels:
             raise InvalidRequest("the model has no classification head: ask for embeddings or scores")
-        encoded = encode_each(self._encode, as_list(prompts))
+        encoded = self._encode_all(prompts, truncate_prompt_tokens)
         pooled = self._pool(encoded, Pooling(), cache_salt, adapter, use_tqdm)
         return [class_scores(one.logits, spec.activation) for one, _ in pooled]
 
+    def _truncation(self, num_tokens: int | None) -> Truncation | None:
+        """How prompts are cut to `num_tokens`, or to what there is room for with -1. Raises `InvalidRequest`."""
+        if num_tokens is None:
+            return None
+        room = room_of_prompt(num_tokens, self.engine.capacity.limits)
+        return Truncation(room if num_tokens == -1 else num_tokens, first=True)
+
+    def _encode_all(self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None) -> list[Encoded]:
+        truncation = self._truncation(truncate_prompt_tokens)
+        return encode_each(lambda prompt: self._encode(prompt, truncation), as_list(prompts))
+
     def _embeddings(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: list[Encoded],
         spec: PoolingSpec,
         dimensions: int | None,
         cache_salt: str | Sequence[str],
         adapter: str | Sequence[str],
         use_tqdm: UseTqdm,
     ) -> list[Embedding]:
-        encoded = encode_each(self._encode, as_list(prompts))
         return [
             Embedding(embedding_of(pooled, spec, dimensions), end.end.prompt_tokens, end.end.cached_tokens)
-            for pooled, end in self._pool(encoded, Pooling(), cache_salt, adapter, use_tqdm)
+            for pooled, end in self._pool(prompts, Pooling(), cache_salt, adapter, use_tqdm)
             if end.end is not None
         ]
 

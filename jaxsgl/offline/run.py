@@ -32,9 +32,10 @@ from jaxsgl.requests.request import Request, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.orders.control import Control
 from jaxsgl.scheduler.orders.inspection import LeakCheck
+from jaxsgl.text.prompts import TextPrompt, encode_text
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of
 from jaxsgl.text.stop_regex import check_patterns
-from jaxsgl.text.tokenizer import Tokenizer, is_gguf, load_tokenizer
+from jaxsgl.text.tokenizer import Tokenizer, Truncation, is_gguf, load_tokenizer
 from jaxsgl.wiring import build, build_scheduler
 
 UseTqdm: TypeAlias = bool | Callable[..., Any]  # or what makes a bar in place of the class tqdm
@@ -60,19 +61,25 @@ class Offline:
         named, made = self.config.model, self.engine.info.model_path
         self.tokenizer = load_tokenizer(made if is_gguf(named) else named, self.config.revision)
 
-    def _encode(self, prompt: Prompt) -> Encoded:
+    def _encode(self, prompt: Prompt, truncation: Truncation | None = None) -> Encoded:
+        limits = self.engine.capacity.limits
         try:
             if isinstance(prompt, Mapping):
                 given = read_prompt(prompt)
-                if given.files or self.engine.capacity.limits.media is not None:
+                if given.files and truncation is not None:
+                    raise InvalidRequest("truncate_prompt_tokens could cut pictures or sounds: leave it out")
+                if given.files or (limits.media is not None and truncation is None):
                     return self._media.prepare(given, add_special_tokens=True)
                 prompt = given.prompt
             if isinstance(prompt, bytes | bytearray):  # which would be ids
                 raise TypeError("it is bytes: decode them")
             if isinstance(prompt, str):
                 prompt.encode()  # a lone surrogate is no text
-                return self.tokenizer.encode(prompt), ()
-            return [operator.index(token_id) for token_id in prompt], ()
+                if truncation is None:
+                    return self.tokenizer.encode(prompt), ()
+                return encode_text(TextPrompt(prompt, truncation=truncation), self.tokenizer, limits.context_length), ()
+            ids = [operator.index(token_id) for token_id in prompt]
+            return ids if truncation is None else truncation.of(ids), ()
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"a prompt must be a text or a list of token ids: {error}") from None
 

@@ -589,6 +589,15 @@ def check_prompt_len(prompt_len: int, context_length: int, least_output: int = 1
         )
 
 
+def room_of_prompt(truncate_prompt_tokens: int, limits: Limits) -> int:
+    """Returns how many tokens of a prompt context and pool hold. Raises `InvalidRequest` if more are to be kept."""
+    room = min(limits.context_length, limits.pool_tokens)
+    check_integer("truncate_prompt_tokens", truncate_prompt_tokens, optional=False)
+    if truncate_prompt_tokens != -1 and not 1 <= truncate_prompt_tokens <= room:
+        raise InvalidRequest(f"truncate_prompt_tokens is {truncate_prompt_tokens}, but must be -1, or 1 to {room}")
+    return room
+
+
 def max_new_tokens(request: Request, limits: Limits) -> int:
     """Tokens that `request` may generate: max_tokens, capped by the context.
 

@@ -175,6 +175,16 @@ def test_texts_end_with_what_the_tokenizer_appends_once_and_ids_stay_as_they_are
     assert np.abs(text.embedding - bare.embedding).max() > 0.1
 
 
+def test_texts_are_cut_to_their_first_tokens_and_what_the_tokenizer_appends(embedder: LLM) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 50
+    ids = embedder.tokenizer.encode(text)
+    prompts: list[Any] = [text, {"prompt": text}, [*ids[:6], ids[-1], 5]]
+    answers = embedder.encode(prompts, truncate_prompt_tokens=7, use_tqdm=False)
+    for answer in answers:
+        assert answer.prompt_tokens == 7
+        np.testing.assert_allclose(answer.embedding, answers[2].embedding, rtol=0, atol=1e-5)
+
+
 def test_an_embedding_model_neither_generates_nor_scores_tokens(embedder: LLM) -> None:
     kinds = sorted(key.kind for key in whole(embedder.engine).compiled.compilations)
     assert kinds == ["forward", "forward", "place_adapter", "set_pages", "set_row"], "without and with adapters"

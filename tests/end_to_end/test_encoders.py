@@ -193,10 +193,14 @@ def test_pairs_are_scored_as_by_a_cross_encoder_that_tells_their_texts_apart(tmp
         tmp_path,
     )
     save_tokenizer(tmp_path)
-    queries, documents = texts(3, 1, 20), texts(40, 5, 2)
+    queries, documents = texts(3, 1, 20, 4), texts(40, 5, 2, 300)  # the last one is cut, by both
     expected = CrossEncoder(str(tmp_path), device="cpu").predict(list(zip(queries, documents, strict=True)))
     with jaxsgl.LLM(str(tmp_path), **FLAGS) as llm:
-        np.testing.assert_allclose(llm.score(queries, documents), expected, atol=2e-5)
+        np.testing.assert_allclose(llm.score(queries, documents, truncate_prompt_tokens=-1), expected, atol=2e-5)
+        with pytest.raises(InvalidRequest, match="the prompt has 307 tokens"):
+            llm.score(queries[3], documents[3])
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens is 129, but must be -1, or 1 to 128"):
+            llm.score(queries, documents, truncate_prompt_tokens=129)
         with pytest.raises(InvalidRequest, match="generates no tokens"):
             llm.generate([[5, 6]])
 

@@ -108,8 +108,8 @@ def test_base64_holds_little_endian_float32(http: httpx.Client) -> None:
 
 
 def test_the_openai_client_reads_them(server: ServerProcess) -> None:
-    client = openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none")
-    answer = client.embeddings.create(model="default", input=[[50, 60], [70]], dimensions=3)
+    with openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none") as client:
+        answer = client.embeddings.create(model="default", input=[[50, 60], [70]], dimensions=3)
     assert [entry.embedding for entry in answer.data] == [expected([50, 60], 3), expected([70], 3)]
 
 

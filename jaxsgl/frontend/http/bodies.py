@@ -48,6 +48,7 @@ from jaxsgl.requests.request import (
     PRIORITY_BOUNDS,
     Bounds,
     SamplingParams,
+    room_of_prompt,
 )
 from jaxsgl.text.tokenizer import Truncation
 
@@ -287,9 +288,7 @@ def truncation_of(body: Truncated, limits: Limits, num_new: int = 0) -> Truncati
     asked = body.truncate_prompt_tokens
     if asked is None:
         return None
-    room = min(limits.context_length, limits.pool_tokens)
-    if not asked or asked > room:
-        raise InvalidRequest(f"truncate_prompt_tokens is {asked}, but must be -1, or 1 to {room}")
+    room = room_of_prompt(asked, limits)
     if asked == -1 and num_new >= room:
         raise InvalidRequest(
             f"truncate_prompt_tokens is -1, but max_tokens={num_new} leaves no room of the {room} tokens that a "
