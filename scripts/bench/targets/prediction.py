@@ -204,7 +204,7 @@ def predict(results: list[dict[str, Any]], context: int, assumed: Assumed = ASSU
     """Yields each step of the results, decode steps with `context` tokens of KV per row.
 
     Leaves out steps with loops whose turns no compiler knows, as those over blocks of prompts in gated delta-nets, and
-    with branches, as those with an index: what they read follows from more than the lengths.
+    with branches: what they read follows from more than the lengths.
     """
     served = [
         each for each in results if each.get("facts") and _is_counted(each)
