@@ -1,4 +1,4 @@
-"""Files of sound as WAV, read here: samples of integers or floats, in chunks of the RIFF format.
+"""Files of sound as WAV, read here: samples of integers, floats or telephones, in chunks of the RIFF format.
 
 Never knows other formats; `sounds.py` calls it.
 """
@@ -9,21 +9,43 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.mel import Samples
 
-_INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE
+_INTEGERS, _FLOATS, _A_LAW, _MU_LAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE
 _TYPES = {
     (_INTEGERS, 8): "u1",
     (_INTEGERS, 16): "<i2",
     (_INTEGERS, 32): "<i4",
     (_FLOATS, 32): "<f4",
     (_FLOATS, 64): "<f8",
+    (_A_LAW, 8): "u1",
+    (_MU_LAW, 8): "u1",
 }
 _UNTOLD = 0xFFFFFFFF
 _AT_ONCE = 1 << 16  # samples of all channels
 MOST_CHUNKS = 1000  # before the samples
+
+
+# By G.711 a byte is a sign, a power of two of 3 bits, and the 4 bits behind the first one of the sample.
+def _a_law() -> Samples:
+    bits = np.arange(256) ^ 0x55
+    power, size = bits >> 4 & 7, 16 * (bits & 15) + 8
+    return _signed(np.where(power > 0, (size + 256) << np.maximum(power - 1, 0), size), bits >= 128)
+
+
+def _mu_law() -> Samples:
+    bits = np.arange(256) ^ 0xFF
+    return _signed(((8 * (bits & 15) + 132) << (bits >> 4 & 7)) - 132, bits < 128)
+
+
+def _signed(sizes: npt.NDArray[np.int64], is_above: npt.NDArray[np.bool_]) -> Samples:
+    return (np.where(is_above, sizes, -sizes) / 32768).astype(np.float32)
+
+
+_SAMPLES_OF_BYTES = {_A_LAW: _a_law(), _MU_LAW: _mu_law()}
 
 
 def is_wave(content: bytes) -> bool:
@@ -77,7 +99,7 @@ class Wave:
         if not is_known:
             raise InvalidRequest(
                 f"{name} is a WAV file of format {self._tag} with {self._bits} bits, but must have integers of 8, 16, "
-                "24 or 32 bits, or floats of 32 or 64: convert it"
+                "24 or 32 bits, floats of 32 or 64, or A-law or mu-law of 8: convert it"
             )
 
     def blocks(self) -> Iterator[Samples]:
@@ -97,6 +119,8 @@ class Wave:
             wide[:, 1:] = in_threes
             return (wide.reshape(-1).view("<i4") / np.float64(1 << 31)).astype(np.float32)
         numbers = np.frombuffer(raw, _TYPES[self._tag, self._bits])
+        if self._tag in _SAMPLES_OF_BYTES:
+            return _SAMPLES_OF_BYTES[self._tag][numbers]
         if self._tag == _FLOATS:
             with np.errstate(over="ignore", invalid="ignore"):  # callers refuse what is infinite
                 return numbers.astype(np.float32)

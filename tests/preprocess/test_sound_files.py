@@ -19,6 +19,7 @@ from jaxsgl.preprocess import sounds
 from jaxsgl.preprocess.mel import RATE, LogMel, Samples
 from jaxsgl.preprocess.placeholders import Part
 from jaxsgl.preprocess.sounds import parts_of
+from jaxsgl.preprocess.waves import Wave
 from jaxsgl.requests.media import SoundShape
 
 pytestmark = pytest.mark.device
@@ -127,6 +128,17 @@ def test_every_form_of_wav_has_the_same_samples() -> None:
         np.testing.assert_array_equal(frames_of(parts_of(content, ONE, 1000, "a"), 128), expected)
 
 
+@pytest.mark.parametrize(("law", "codec"), [(6, "pcm_alaw"), (7, "pcm_mulaw")])
+def test_samples_of_telephones_are_what_ffmpeg_makes_of_them(law: int, codec: str) -> None:
+    av = pytest.importorskip("av", reason="PyAV, the extra `video`, is not installed")
+    every = np.arange(256, dtype=np.uint8).tobytes()
+    decoder = av.CodecContext.create(codec, "r")
+    decoder.sample_rate, decoder.layout = 8000, "mono"
+    (frame,) = decoder.decode(av.Packet(every))
+    found = np.concatenate(list(Wave(riff(law, 8, 1, every, rate=8000), "a").blocks()))
+    np.testing.assert_array_equal(found[:, 0] * 32768, frame.to_ndarray()[0])
+
+
 def test_samples_whose_size_a_pipe_did_not_know_are_read_to_the_end_and_none_where_the_file_is_whole() -> None:
     samples = noise(9000)
     expected = parts_of(wav(samples), ONE, 1000, "a")
@@ -193,7 +205,7 @@ def test_other_files_are_heard_as_wav(kind: str, codec: str, rate: int) -> None:
         (b"", "is no sound that can be read: send WAV, MP3, FLAC"),
         (b"\x89PNG\r\n\x1a\n" + b"x" * 100, "is no sound that can be read"),
         (b"RIFF\0\0\0\0WAVE", "without a format or samples: is the file complete"),
-        (riff(7, 8, 1, b"x" * 800), "format 7 with 8 bits, but must have integers"),
+        (riff(2, 4, 1, b"x" * 800), "format 2 with 4 bits, but must have integers"),
         (riff(1, 16, 0, b"x" * 800), "0 channels of 16 bits with 0 bytes for all, which disagree"),
         (riff(1, 16, 9, b"x" * 1800), "has 9 channels, but may have 8"),
         (riff(1, 16, 1, b"xx" * 800, rate=44_099), "has 44099 samples a second, but must have 4000 to 192000"),
