@@ -91,15 +91,19 @@ def test_every_way_to_send_a_sound_gives_the_engine_the_same_frames(folder: str)
         ):
             answer = await served.chat("Hear ", part, "and say.")
             assert answer.status_code == 200, answer.text
+        heard = {"type": "input_audio", "input_audio": {"data": ENCODED, "format": "wav"}}
+        said = [{"type": "input_text", "text": text} for text in ("Hear ", "and say.")]
+        asked = {"input": [{"role": "user", "content": [said[0], heard, said[1]]}], "max_output_tokens": 1}
+        assert (await served.http.post("/v1/responses", json=asked)).status_code == 200
         sent = f"<|start|>user\nHear <|audio_bos|>{PADS}<|audio_eos|>\nand say.<|end|>\n<|start|>assistant\n"
-        assert [served.text_of(request) for request in served.requests] == [sent] * 3
+        assert [served.text_of(request) for request in served.requests] == [sent] * 4
         body = {"text": "a<|AUDIO|>b", "audio_data": ENCODED, "sampling_params": {"max_new_tokens": 1}}
         assert (await served.http.post("/generate", json=body)).status_code == 200
         assert (await ask(served)).status_code == 200
         assert (await ask(served, "translations")).status_code == 200
         (expected,) = parts_of(SOUND, SHAPE, 50, "a")
         items = [item for request in served.requests for item in request.media]
-        assert len(items) == 6
+        assert len(items) == 7
         for item in items:
             np.testing.assert_array_equal(np.frombuffer(item.pixels, "<f4"), np.frombuffer(expected.pixels, "<f4"))
             assert (item.digest, item.filled, item.length) == (expected.digest, 29, 14)

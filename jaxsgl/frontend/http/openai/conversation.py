@@ -292,6 +292,8 @@ def _content(number: int, content: Any, name: str = "content") -> Any:
             case "input_image" if isinstance(part.get("image_url"), str):
                 url = {"url": part["image_url"]} | ({"detail": part["detail"]} if part.get("detail") else {})
                 parts.append({"type": "image_url", "image_url": url})
+            case "input_audio" if isinstance(part.get("input_audio"), dict):
+                parts.append({"type": "input_audio", "input_audio": part["input_audio"]})
             case _:
                 raise InvalidRequest(f"input[{number}] holds a part of type {kind!r:.50}, which isn't understood")
     if all(part["type"] == "text" for part in parts):
