@@ -38,7 +38,7 @@ from pallas_kernels.triton.common import (
 from pallas_kernels.triton.merge import merge_splits
 from pallas_kernels.triton.tiles import SequenceKv
 
-# Columns of the table of tokens: a token's sequence and position (-1 for padding), and how many entries of groups it
+# Columns of the table of places: a token's sequence and position (-1 for padding), and how many entries of groups it
 # sees, or can have chosen.
 _SEQUENCE, _POSITION, _END = range(3)
 
@@ -63,7 +63,7 @@ def attend_to_groups(
     most_entries = cache.most_groups if chosen is None else chosen.shape[1]
     window = options.longest_view(cache.of_tokens().max_len)
     cut = _Cut.of(blocks, head_blocks * num_tokens, window, most_entries)
-    tokens, groups = _tokens(query_offsets, cache.lengths, num_tokens, size, most_entries), cache.groups
+    places, groups = _places(query_offsets, cache.lengths, num_tokens, size, most_entries), cache.groups
     if groups is not None and chosen is not None:
         groups = groups.reshape(-1, groups.shape[3])
     is_split = cut.num_splits > 1
@@ -85,17 +85,17 @@ def attend_to_groups(
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="attend_to_groups",
-    )(q, cache.tokens, groups, cache.page_table, chosen, tokens, None if is_split else sinks)
+    )(q, cache.tokens, groups, cache.page_table, chosen, places, None if is_split else sinks)
     if not is_split:
         return out
-    line = cut.line(options, tokens[:, _POSITION], tokens[:, _END])
+    line = cut.line(options, places[:, _POSITION], places[:, _END])
     counts = -(-line.num_tiles // line.split_tiles)
     parts = out.reshape(1, cut.num_splits, num_tokens, 1, num_heads, head_dim)
     return merge_splits(parts, lse[0][:, :, None], counts, sinks, num_heads, q.dtype, interpret)
 
 
-def _tokens(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, size: int, most_entries: int) -> jax.Array:
-    """The table of tokens, `[T, 3]` int32; see above. XLA computes it once for all layers that are alike."""
+def _places(query_offsets: jax.Array, lengths: jax.Array, num_tokens: int, size: int, most_entries: int) -> jax.Array:
+    """The table of places, `[T, 3]` int32; see above. XLA computes it once for all layers that are alike."""
     seqs, positions = places_of(query_offsets, lengths, num_tokens)
     end = jnp.minimum((positions + 1) // size, most_entries) if size else jnp.zeros_like(positions)
     return jnp.stack([seqs, positions, end], axis=1).astype(jnp.int32)
