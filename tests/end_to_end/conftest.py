@@ -9,6 +9,7 @@ import pytest
 
 from tests.end_to_end.precision import EXACT
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
+from tests.grids import NIGHTLY
 
 if TYPE_CHECKING:
     from jaxsgl.offline.llm import LLM
@@ -31,6 +32,17 @@ def bundled() -> Iterator[LLM]:
     llm = bundled_model(EXACT)
     yield llm
     llm.close()
+
+
+@pytest.fixture(scope="module")
+def greedy_steps_by_day() -> Iterator[None]:
+    """Engines of this process compile greedy steps alone, unless it is night: for files whose requests are greedy."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not NIGHTLY:
+            from tests.engine.driving import greedy_programs  # imports JAX
+
+            greedy_programs(monkeypatch)
+        yield
 
 
 def bundled_model(dtype: str) -> LLM:

@@ -30,7 +30,7 @@ from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.test_families import logits_of
 from tests.grids import daily
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(600), pytest.mark.usefixtures("greedy_steps_by_day")]
 
 TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 SHARED: dict[str, Any] = {**TWO_LAYERS, "indexer_types": ["full", "shared"]}

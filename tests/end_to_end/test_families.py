@@ -28,7 +28,7 @@ from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import NIGHTLY
 from tests.plain_model import mesh_of, plain_logits
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 # The logits of all are compared in tests/models/test_parity.py.
 KINDS = (

@@ -29,7 +29,7 @@ from tests.engine.driving import Driver
 from tests.plain_model import causal_attention, mesh_of
 from tests.weights.test_loading import rewrite
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 K_SCALE, V_SCALE = 32.0, 16.0  # far too large, so that rounding shows in the tokens
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -39,7 +39,7 @@ from tests.end_to_end.offline import outputs, serve
 from tests.end_to_end.test_families import logits_of
 from tests.plain_model import mesh_of
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(600), pytest.mark.usefixtures("greedy_steps_by_day")]
 
 KIND = "deepseek_v4"
 WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -26,7 +26,7 @@ from tests.end_to_end.offline import ends, first_logits, new_scheduler, outputs,
 from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of, prompts
 from tests.grids import NIGHTLY, daily
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(900), pytest.mark.usefixtures("greedy_steps_by_day")]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 KINDS = daily(HYBRID_KINDS, every=7)

@@ -23,7 +23,7 @@ from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, 
 from tests.grids import NIGHTLY
 from tests.preprocess.pictures import animation, data_url, picture
 
-pytestmark = pytest.mark.foreign
+pytestmark = [pytest.mark.foreign, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 MODEL = "demo"
 SIZES: dict[str, Any] = {

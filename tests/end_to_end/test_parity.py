@@ -23,7 +23,7 @@ from tests.compiling import as_users_compile
 from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import NIGHTLY, count, covering
 
-pytestmark = [pytest.mark.device, as_users_compile]
+pytestmark = [pytest.mark.device, as_users_compile, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8

@@ -23,7 +23,7 @@ from tests.end_to_end.test_families import ATOL, NEW_TOKENS, logits_of
 from tests.grids import daily
 from tests.weights.stored_weights import hybrid_in_fp8
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(900), pytest.mark.usefixtures("greedy_steps_by_day")]
 
 CHUNK = 96  # ends inside pages, too
 LENGTHS = (1, 63, 97, 130, 200)

@@ -16,7 +16,7 @@ from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
 from tests.sound_models import is_greedy, make_model, request
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 
 class Served(NamedTuple):

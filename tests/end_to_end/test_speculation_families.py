@@ -40,7 +40,7 @@ from tests.scheduler.drafters import Asking, knowing
 from tests.vision_models import make_model, request
 from tests.weights.peft_adapters import ATTENTION, MLP, make_adapter
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(1200), pytest.mark.usefixtures("greedy_steps_by_day")]
 
 SPECULATION = SpeculationConfig("NGRAM", 5)
 UNSERVED = (*HYBRID_KINDS, "deepseek_v4")  # elsewhere, and without drafts

@@ -26,6 +26,7 @@ from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.end_to_end.test_hybrids import copying_states
 from tests.end_to_end.test_speculation import FLAGS, requests
+from tests.engine.driving import no_scores_of_prompts
 from tests.engine.next_layers import write_draft_head
 from tests.grids import NIGHTLY, daily
 from tests.scheduler.drafters import Judge, knowing
@@ -41,7 +42,9 @@ WHOLE = ("qwen3_5", "lfm2") if NIGHTLY else ()  # with all of their layers
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     sizes = {} if request.param in WHOLE else two_layers(request.param)
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3, **sizes)
-    engine = Engine(EngineConfig(model=str(folder), **{**FLAGS, **PAGES}), progress=False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        no_scores_of_prompts(monkeypatch)
+        engine = Engine(EngineConfig(model=str(folder), **{**FLAGS, **PAGES}), progress=False)
     yield engine
     engine.close()
 
@@ -114,7 +117,9 @@ def _judge_of(judges: dict[str, Judge], request: Request) -> Judge:
 
 
 @pytest.mark.parametrize("kind", daily(DELTA_KINDS, every=3))
-def test_a_draft_head_drafts_what_it_does_after_the_whole_text(kind: str, tmp_path: Path) -> None:
+def test_a_draft_head_drafts_what_it_does_after_the_whole_text(
+    kind: str, tmp_path: Path, greedy_steps_by_day: None
+) -> None:
     """In chunks, after cached prefixes and retraction; answers are those without drafts."""
     with_experts: Any = {"mlp_only_layers": []} if kind == "qwen3_next" else {}  # as the draft head is
     head = write_draft_head(kind, tmp_path, **with_experts)

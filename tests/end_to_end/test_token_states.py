@@ -13,7 +13,7 @@ from jaxsgl.offline.llm import LLM
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.grids import NIGHTLY
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles an engine of its own; by night")

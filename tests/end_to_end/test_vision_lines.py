@@ -20,7 +20,7 @@ from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
 from tests.vision_models import BREAK, LAST, MERGES, WITH_LINES, is_greedy, make_model, request_in_lines
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 
 @pytest.fixture(scope="module", params=daily(list(zip(WITH_LINES, (4, 16, 1, 64), strict=True)), every=4), ids=str)

@@ -62,7 +62,7 @@ from tests.vision_models import (
     types_of,
 )
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 FPS = 2.0  # of the frames, as nothing else is said: a temporal patch is 3 positions later than the one before
 LIMITS: dict[str, Any] = {
     "patch_size": 4,

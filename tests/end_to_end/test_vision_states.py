@@ -19,7 +19,7 @@ from tests.end_to_end.test_vision import engine_of, mixture
 from tests.grids import daily
 from tests.vision_models import WITH_STATES, is_greedy, make_model, request
 
-pytestmark = [pytest.mark.device, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.device, pytest.mark.timeout(900), pytest.mark.usefixtures("greedy_steps_by_day")]
 PAGE = 64
 
 

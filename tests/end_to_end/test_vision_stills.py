@@ -30,7 +30,7 @@ from tests.vision_models import (
     request_of_joined,
 )
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 BY_NIGHT = pytest.mark.skipif(
     not NIGHTLY, reason="an engine for each; by day test_vision_prompts.py asks such models for answers"
 )

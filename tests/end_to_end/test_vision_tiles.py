@@ -18,7 +18,7 @@ from tests.end_to_end.test_vision import engine_of, give_up_after, run
 from tests.grids import daily
 from tests.vision_models import is_greedy, make_model, request_of_tiles
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 
 ENGINES = [

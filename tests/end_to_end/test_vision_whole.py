@@ -32,7 +32,7 @@ from tests.vision_models import (
     request_of_whole_images,
 )
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("greedy_steps_by_day")]
 
 
 class Served(NamedTuple):

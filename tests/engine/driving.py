@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,21 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile greedy steps alone: for tests whose requests are greedy."""
+    """Engines compile greedy steps alone, and none that scores a prompt: for tests whose requests are greedy."""
     monkeypatch.setattr(buckets, "VARIANTS", (buckets.GREEDY,))
+    no_scores_of_prompts(monkeypatch)
+
+
+def no_scores_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile no step that scores a prompt, a third of an engine's larger programs."""
+    for name in ("_all_without_images", "_largest_without_images"):
+        every = getattr(buckets.BucketSet, name)
+        monkeypatch.setattr(buckets.BucketSet, name, partialmethod(_unscored, every))
+
+
+def _unscored(of: buckets.BucketSet, every: Callable[[buckets.BucketSet], Any]) -> Any:
+    found = every(of)
+    return type(found)(bucket for bucket in found if bucket.kind != "score")
 
 
 @contextmanager

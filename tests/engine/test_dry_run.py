@@ -39,11 +39,11 @@ def test_a_program_that_fails_at_launch_fails_the_start_with_the_flag_to_change(
         raise jax.errors.JaxRuntimeError(message)
 
     def broken(self: StepPrograms, bucket: Bucket) -> tuple[Any, ...]:
-        return (fail,) if bucket.kind == "score" else of(self, bucket)
+        return (fail,) if bucket.kind == "extend" else of(self, bucket)
 
     monkeypatch.setattr(StepPrograms, "of", broken)
     greedy_programs(monkeypatch)
-    with pytest.raises(StartupError, match=rf"\[score T=16 .*\] can't run: {message}: .*{way_out}"):
+    with pytest.raises(StartupError, match=rf"\[extend T=16 .*\] can't run: {message}: .*{way_out}"):
         Engine(tiny_config(), progress=False)
 
 
