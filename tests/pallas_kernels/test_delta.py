@@ -24,7 +24,7 @@ from pallas_kernels.delta_tokens import (
 )
 from pallas_kernels.selftest.cases.states import channels_of, state_cases, state_tokens
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
-from tests.grids import NIGHTLY
+from tests.grids import NIGHTLY, daily
 from tests.plain_model import plain_recur
 
 HEADS, GROUP, KEY, VALUE, TAPS = 2, 3, 8, 16, 4
@@ -184,7 +184,9 @@ def states_of(shape: StateShape) -> DeltaStates:
     "shape", STATES if NIGHTLY else STATES[:4], ids=lambda shape: f"{shape.rule} {shape.value_size}"
 )
 def test_kernels_of_gpus_move_and_keep_states_as_xla_does(shape: StateShape) -> None:
-    for case in state_cases(replace(A_MODEL, states=(shape,))):
+    cases = list(state_cases(replace(A_MODEL, states=(shape,))))
+    first = STATES.index(shape)
+    for case in cases if NIGHTLY else (cases[first], cases[(first + 3) % len(cases)]):  # by day each case with a rule
         for found, right in zip(case.call("triton", True), case.right(), strict=True):
             np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="states are 8 x 16; it takes powers of two from 16"):
@@ -283,7 +285,7 @@ def test_sequences_of_one_token_are_decoded_next_to_chunks_and_take_no_block(rul
             np.testing.assert_allclose(out[at], recur(seqs[s])[start + count + i - 1], atol=ATOL)
 
 
-@pytest.mark.parametrize("shape", STATES[:3], ids=lambda shape: shape.rule)
+@pytest.mark.parametrize("shape", daily(STATES[:3], every=2), ids=lambda shape: shape.rule)
 def test_a_kernel_decodes_sequences_of_one_token_next_to_chunks_and_to_rows_without_tokens(shape: StateShape) -> None:
     tokens = state_tokens(jax.random.split(jax.random.key(4), 6), shape, 9, jnp.dtype("float32"))
     states = states_of(shape)
