@@ -75,7 +75,7 @@ def check(texts: dict[str, str]) -> None:
         assert any(name in text for name in CUSTOM_CALLS), f"{step}: no kernel is in it"
 
 
-@pytest.mark.parametrize("kind", daily(KINDS, every=6))
+@pytest.mark.parametrize("kind", daily(KINDS, every=10))
 def test_a_familys_steps_lower_for_gpus_with_kernels_in_them(kind: str, tmp_path: Path) -> None:
     check(steps_of(kind, "cuda", tmp_path))
 
