@@ -111,14 +111,14 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def greedy_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile greedy steps alone, and none that scores a prompt: for tests whose requests are greedy."""
+    """Engines compile greedy steps alone, by day none that scores a prompt: for tests whose requests are greedy."""
     monkeypatch.setattr(buckets, "VARIANTS", (buckets.GREEDY,))
     no_scores_of_prompts(monkeypatch)
 
 
 def no_scores_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile no step that scores a prompt, a third of an engine's larger programs."""
-    for name in ("_all_without_images", "_largest_without_images"):
+    """Engines compile no step that scores a prompt, a third of an engine's larger programs, unless it is night."""
+    for name in () if NIGHTLY else ("_all_without_images", "_largest_without_images"):
         every = getattr(buckets.BucketSet, name)
         monkeypatch.setattr(buckets.BucketSet, name, partialmethod(_unscored, every))
 
