@@ -269,9 +269,9 @@ class EngineConfig:
         "kernels of single operations, whatever --attention-backend says, as decode=triton,norm=xla; operations are "
         "decode and extend (attention), store (of keys and values), rotate (rotation and store in one), store_decode "
         "(store and decode in one, on TPUs; xla: one after the other), norm (add and normalize), experts, states (of "
-        "recurrent layers that decode), index (scores by which tokens are chosen), chosen (attention to those), "
-        "quantized (products with weights in groups) and float8 (products that round activations to float8: xla for "
-        "none) (docs/kernels.md); auto: the best that runs here and passes its test",
+        "recurrent layers that decode), index (what chooses tokens), chosen (attention to those), grouped (attention "
+        "to windows and groups of tokens), quantized (products with weights in groups) and float8 (products that round "
+        "activations to float8: xla for none) (docs/kernels.md); auto: the best that runs here and passes its test",
     )
     enable_deterministic_inference: bool = flag(
         False,

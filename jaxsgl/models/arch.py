@@ -110,7 +110,7 @@ class ModelArch:
       folder_pooling: how the folder says that embeddings and scores are made.
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
-      tower: makes tokens of images or sounds; None: there is none, or they are refused.
+      tower: makes tokens of images or sounds; None: the model takes neither, or both are refused.
       encoder: how it differs from a decoder, if its tokens see their whole prompt.
       connections: of residual streams next to each other, which every block reads; None: there are none.
       stage: which of the model's layers `layers` are, if they are not all.

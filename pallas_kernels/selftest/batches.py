@@ -6,6 +6,7 @@ Owns where tokens lie. Never knows ops. Used by `cases`, and by the checks and b
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from pallas_kernels.paged_kv import numbers_dtype, to_bits, to_format
 
 Array = np.ndarray[Any, Any]
+FEW = 1 << 20  # numbers that a host draws faster than a device compiles that
 
 
 def scattered_pages(lengths: Array, page_size: int, table: Array, num_pages: int, rng: np.random.Generator) -> None:
@@ -44,9 +46,16 @@ def slots_of(row: Array, begin: int, end: int, page_size: int) -> Array:
     return slots
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def normal(key: jax.Array, scale: jax.Array | float, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers over `scale`, rounded to `dtype`."""
+    """Normal numbers over `scale`, rounded to `dtype`: few are drawn by the host, for many a program is compiled."""
+    if math.prod(shape) > FEW or isinstance(key, jax.core.Tracer):
+        return _many(key, scale, shape, dtype)
+    numbers = np.random.default_rng(np.asarray(jax.random.key_data(key))).standard_normal(shape, np.float32)
+    return to_format(jnp.asarray(numbers / np.asarray(scale, np.float32)), dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _many(key: jax.Array, scale: jax.Array | float, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return to_format(jax.random.normal(key, shape, jnp.float32) / scale, dtype)
 
 

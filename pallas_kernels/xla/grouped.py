@@ -80,7 +80,7 @@ class _Places(NamedTuple):
     Attributes:
       first: `[places]` the first token of each in the step.
       last: `[places]` the last one.
-      is_there: `[places]` whether there is such a group: other numbers mean nothing where there is none.
+      is_there: `[places]` whether a place stands for a group; only then do its other numbers mean something.
       sums: `[places, parts, W]` of these tokens.
     """
 

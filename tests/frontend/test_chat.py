@@ -126,6 +126,16 @@ def reply(length: int, body: bytes, status: str = "200 OK") -> bytes:
     return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), length, body)
 
 
+def read_request(connection: socket.socket) -> None:
+    """Reads all of a request: a connection that is closed before is reset, and its answer may be lost."""
+    head, end, body = b"", b"", b""
+    while not end or len(body) < int((re.search(rb"content-length: (\d+)", head, re.IGNORECASE) or [b"", b"0"])[1]):
+        received = connection.recv(1 << 16)
+        if not received:
+            return
+        head, end, body = (head + end + body + received).partition(b"\r\n\r\n")
+
+
 @contextlib.contextmanager
 def answering(*replies: bytes) -> Iterator[str]:
     """The URL of a server that gives each of its connections the next one of `replies`, and closes it."""
@@ -135,7 +145,7 @@ def answering(*replies: bytes) -> Iterator[str]:
             for each in replies:
                 connection, _ = listening.accept()
                 with connection:
-                    connection.recv(1 << 16)
+                    read_request(connection)
                     connection.sendall(each)
 
         thread = threading.Thread(target=answer, daemon=True)

@@ -26,7 +26,7 @@ WEIGHT_ORDERS: dict[str, dict[str, Any]] = {
     "/release_memory_occupation": {},
     "/resume_memory_occupation": {},
 }
-SAME_AS_OTHERS = ("/rerank", "/v2/rerank", "/score")
+SAME_AS_OTHERS = ("/rerank", "/v2/rerank", "/score", "/v1/classify")
 ADAPTER_ORDERS = tuple(f"{prefix}/{order}_lora_adapter" for prefix in ("", "/v1") for order in ("load", "unload"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from played_link import PlayedLink, front_end_of
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from test_event_loop import INFO
 
 from jaxsgl.errors import InvalidRequest
@@ -67,6 +67,16 @@ def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
     assert asked == (16, -1000, 2, 3) and all(type(value) is int for value in asked)
     each = GenerateBody.model_validate({"text": "a", "sampling_params": [{"max_new_tokens": 4.0}]}).sampling_params
     assert isinstance(each, list) and type(each[0].max_new_tokens) is int
+
+
+def test_the_schema_of_a_body_is_written_however_many_apps_have_taken_it() -> None:
+    class Asked(Body):
+        number: int | None = None
+
+    for _ in range(300):
+        asked = TypeAdapter(list[Asked])
+    (schema,) = asked.json_schema()["$defs"].values()
+    assert schema["properties"]["number"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
 
 
 @pytest.mark.parametrize("value", [16.5, "16", True, 0.0])

@@ -138,8 +138,13 @@ class StrictJson(APIRoute):
 
 
 def _take_whole(schema: Any) -> Any:
-    """Lets the integers of pydantic's `schema` be 16.0; not in lists, which may hold millions of token ids."""
+    """Lets the integers of pydantic's `schema` be 16.0; not in lists, which may hold millions of token ids.
+
+    Pydantic asks for the schema of a class again wherever another one has it, and gives what was returned before.
+    """
     match schema["type"]:
+        case "function-before" if schema["function"]["function"] is _whole:
+            return schema
         case "int":
             return no_info_before_validator_function(_whole, schema)
         case "model-fields":

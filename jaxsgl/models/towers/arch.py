@@ -173,7 +173,7 @@ class MergerShape:
         norm, and a product ("averaged").
       side: patches along the sides of the square; of a sound, those that become a token.
       num_axes: along which patches are merged: 1 of a sound.
-      norm: the one with scales; None: there is none.
+      norm: the one with scales; None: the merger has no such norm.
       eps: of its norm.
       ffn_size: F of the MLP, of one with gates both halves together; 0: it follows from other sizes.
       bias: matrices have biases.

@@ -64,7 +64,7 @@ def _with_groups(shapes: KernelShapes, groups: GroupedShape, kv: PagedKv) -> Gro
     if not groups.size:
         return GroupedCache(kv.k, None, None, kv.page_table, kv.lengths)
     of_page = shapes.page_size // groups.size
-    # An entry is made of its group's last token, which is NaN where there is none.
+    # An entry is made of its group's last token, which is NaN where the group has none.
     last = -kv.k[:, :, groups.size - 1 :: groups.size]
     entries = jnp.tile(last, -(-groups.width // shapes.head_dim))[..., : groups.width]
     assert entries.shape[2] == of_page
