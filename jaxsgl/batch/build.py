@@ -228,8 +228,9 @@ class BatchBuilder:
     ) -> StepInputs:
         """The batch of `works`, in `bucket`; `choosers` are the rows of the tokens to choose."""
         num_tokens = sum(counts)
-        longest = max(work.start + count for work, count in zip(works, counts, strict=True))
-        bucket = self.buckets.for_longest(bucket, longest)
+        if self.buckets.index_covers:
+            longest = max(work.start + count for work, count in zip(works, counts, strict=True))
+            bucket = self.buckets.for_longest(bucket, longest)
         packed, arrays = _padding(bucket, self._dummy_row)
         assert arrays.token_rows is not None
         arrays.rows[: len(works)] = rows

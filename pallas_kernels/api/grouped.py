@@ -1,7 +1,7 @@
 """Attention to a window of tokens and to entries of groups of tokens: stores, an index's choice, and attention.
 
-Owns the checks and the order of these. XLA stores, makes entries and chooses on every device (`xla.grouped`), by scores
-that are a kernel's or its own. Used by the engine for layers whose tokens are condensed (`grouped_tokens`).
+Owns the checks and the order of these. XLA stores and makes entries on every device (`xla.grouped`); kernels choose and
+attend, or itself. Used by the engine for layers whose tokens are condensed (`grouped_tokens`).
 """
 
 from __future__ import annotations
