@@ -68,7 +68,8 @@ def describe_launches(report: dict[str, Any]) -> str:
     if report["command_buffers"] is not None:
         parts.append(f"{report['command_buffers']} command buffers")
     parts += [
-        f"{each['count']} {each['kind']} of {each['bytes'] / 1e6:.3f} MB over {each['peers']}"
+        f"{each['count']} {' '.join(filter(None, (each['by'], each['kind'])))} of {each['bytes'] / 1e6:.3f} MB over "
+        f"{each['peers']}"
         for each in report["exchanged"]
     ]
     parts.append(

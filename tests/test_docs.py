@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CURRENT = [
     page for page in PAGES if "notes" not in page.parts and page.name != "CHANGELOG.md"
 ]  # dated pages may name files of their time, these only files of today
-MOST_WORDS = 42_200  # of the current pages together, tables and commands included, as `wc -w` counts them
+MOST_WORDS = 42_500  # of the current pages together, tables and commands included, as `wc -w` counts them
 TOPS = ("jaxsgl", "pallas_kernels", "scripts", "tests", "docs", "benchmarks", ".ci")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

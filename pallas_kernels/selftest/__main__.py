@@ -6,9 +6,6 @@ It ends after a failure, since a device or a driver may not recover from one, an
 from __future__ import annotations
 
 import functools
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pallas_kernels import tuning
@@ -16,6 +13,7 @@ from pallas_kernels.choice import AUTO, XLA
 from pallas_kernels.dispatch import ImpossibleBackend
 from pallas_kernels.selftest import cases
 from pallas_kernels.selftest.case import Case
+from pallas_kernels.selftest.process import answer
 from pallas_kernels.selftest.report import (
     PASSED,
     RAISED,
@@ -26,7 +24,6 @@ from pallas_kernels.selftest.report import (
     News,
     Request,
     Verdict,
-    news_line,
 )
 from pallas_kernels.selftest.shapes import KernelShapes
 from pallas_kernels.target import target_device
@@ -38,30 +35,8 @@ Cases = Mapping[str, Callable[[KernelShapes], Iterator[Case]]]
 
 
 def main() -> None:
-    """Tests what standard input asks for. Whatever libraries print goes to standard error."""
-    news_fd = os.dup(1)
-    os.dup2(2, 1)
-
-    def say(news: News) -> None:
-        os.write(news_fd, news_line(news).encode())
-
-    request = Request.parse(_first_line(sys.stdin.fileno()))
-    threading.Thread(target=_follow, args=(sys.stdin.fileno(),), daemon=True).start()
-    test(request, say, cases.CASES_OF)
-
-
-def _first_line(fd: int) -> str:
-    line = b""
-    while not line.endswith(b"\n") and (more := os.read(fd, 1 << 16)):
-        line += more
-    return line.decode()
-
-
-def _follow(fd: int) -> None:
-    """Ends the process with the one that started it, which keeps its end of the pipe open."""
-    while os.read(fd, 4096):
-        pass
-    os._exit(1)
+    """Tests the kernels that standard input asks for."""
+    answer(lambda request, say: test(request, say, cases.CASES_OF))
 
 
 def test(request: Request, say: Callable[[News], None], cases_of: Cases) -> None:

@@ -24,17 +24,24 @@ class Verdict:
         op, backend: names.
         verdict: one of those above.
         note: what happened, in words.
+        us: microseconds of a call of each size, where they were measured.
     """
 
     op: str
     backend: str
     verdict: str
     note: str = ""
+    us: tuple[float, ...] = ()
 
     @property
     def failed(self) -> bool:
         """Whether the operation must not run on the backend."""
         return self.verdict in FAILURES
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Verdict:
+        """The verdict of its JSON. Raises `TypeError` for anything else."""
+        return cls(**{**values, "us": tuple(values.get("us", ()))})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Request:
     def parse(cls, line: str) -> Request:
         """The request of a `line`."""
         values = json.loads(line)
-        return cls(**{**values, "known": tuple(Verdict(**each) for each in values["known"])})
+        return cls(**{**values, "known": tuple(map(Verdict.of, values["known"]))})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,4 +103,5 @@ def parse_news(line: str) -> News:
     values = json.loads(line)
     if not isinstance(values, dict) or values.get("kind") not in _KINDS:
         raise ValueError(f"no news: {line[:200]!r}")
-    return _KINDS[values.pop("kind")](**values)
+    kind = _KINDS[values.pop("kind")]
+    return kind.of(values) if issubclass(kind, Verdict) else kind(**values)

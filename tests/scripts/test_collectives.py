@@ -142,7 +142,7 @@ def program(*, sums: int) -> str:
 def test_a_step_on_several_devices_reports_what_it_exchanges(tmp_path: Path) -> None:
     report = launch_report(program(sums=2), tmp_path, (), Layers(LAYERS, 10), wanted=WANTED)
     assert not report["problems"]
-    assert report["exchanged"] == [{"kind": "all-reduce", "bytes": RESIDUAL, "peers": 8, "count": 21}]
+    assert report["exchanged"] == [{"kind": "all-reduce", "by": "", "bytes": RESIDUAL, "peers": 8, "count": 21}]
     assert report["layer_kinds"] == {"attention": 1, "all-reduce": 2}
     (problem,) = launch_report(program(sums=3), tmp_path, (), Layers(LAYERS, 10), wanted=WANTED)["problems"][:1]
     assert problem == "a layer has 3 all-reduce; 2 all-reduce are needed"
@@ -159,3 +159,12 @@ def test_collectives_cut_a_step_into_command_buffers_at_every_layer(tmp_path: Pa
     assert (report["command_buffers"], report["loose_kernels"]) == (20, 10)
     (problem,) = launch_report(program(sums=2), tmp_path, (), Layers(LAYERS, 10))["problems"]
     assert problem == "8 command buffers; kAllReduce, silu outside of them"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by"), [("TRITON_ONE_SHOT", "one-shot"), ("TRITON_TWO_SHOT", "two-shot"), ("DEFAULT", "")]
+)
+def test_a_sum_names_the_kernel_of_xlas_that_makes_it(strategy: str, by: str) -> None:
+    config = f', backend_config={{"collective_backend_config":{{"kernel_strategy":"KERNEL_STRATEGY_{strategy}"}}}}'
+    (found,) = launches(program(sums=0).replace("all-reduce(%x),", "all-reduce(%x)," + config), ())[:1]
+    assert (found.kind, found.by) == ("all-reduce", by)

@@ -163,6 +163,17 @@ def test_what_devices_exchange_takes_a_start_and_its_share_of_the_links() -> Non
     assert floor_us(batch_of("decode", 256, 1), facts, "greedy") == pytest.approx(alone + 5 * residual_us)
 
 
+def test_a_sum_in_one_pass_reads_what_all_others_have() -> None:
+    whole = int(370e9 / 1e6 * 10)  # of which the links carry 10 us
+    took = {}
+    for by in ("", "one-shot", "two-shot"):
+        sums = {**kernel("all-reduce", 1, moved=whole), "bytes_written": whole, "peers": 8, "by": by}
+        program = compiled(kernel("attention", 2), sums, layers=2, steps=["m mosaic_gpu decode 1 greedy"])
+        (found,) = predict([program | {"facts": {**FACTS, "num_devices": 8}}], 1)
+        took[by] = round(found.links_us, 1)
+    assert took == {"": 17.5 + 20, "one-shot": 70.0 + 11, "two-shot": 17.5 + 18}
+
+
 def test_the_floor_is_the_reviewed_one_for_a_large_decode() -> None:
     """Qwen3-0.6B, 256 rows of 1,024: the figure that was computed by hand, 7.5 ms."""
     facts = {**FACTS, "num_layers": 28, "vocab_size": 151_936, "weights_read": 596_049_920}

@@ -1,18 +1,14 @@
 """Tests each kernel that an engine will use, before JAX starts in its process, and replaces those that fail.
 
-Owns what follows from a verdict: the next backend and a warning, or a refusal to start where a flag names the kernel;
-and the file that keeps verdicts between starts. `watch` runs the tests in a process of their own, since a kernel may
-crash it or never return, and names the kernel at which that happens. Called by `engine`, at start only. On a CPU it
-does nothing.
+Owns what follows from a verdict: the next backend and a warning, or a refusal to start where a flag names the kernel.
+`watch` runs the tests in a process of their own, since a kernel may crash it or never return, and names the kernel at
+which that happens. Called by `engine`, at start only. On a CPU it does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
-import json
 import logging
 import os
 import select
@@ -26,26 +22,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import jax
-
 import pallas_kernels
 from jaxsgl.config.engine import EngineConfig
+from jaxsgl.engine.kernels import kept_verdicts
 from jaxsgl.engine.kernels.choice import kernel_flags, kernel_shapes, may_round_rows_of_experts
 from jaxsgl.engine.start.devices import accelerator, accelerator_name, device_variables
 from jaxsgl.engine.start.sizing import choose_pages
-from jaxsgl.engine.start.warmup import cache_folder
 from jaxsgl.engine.weight_formats import as_kept
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, cpu_multiplies_bfloat16, resolve_precision
 from pallas_kernels import KernelChoice
 from pallas_kernels.choice import AUTO, OPS, XLA
-from pallas_kernels.gpu_compiler import mosaic_ptxas_after_choice, versions_key, xla_ptxas
 from pallas_kernels.jax_internals import is_running
 from pallas_kernels.selftest.report import CRASHED, HUNG, UNTESTED, Begun, Ended, News, Request, Verdict, parse_news
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "kernel-tests"  # next to compiled programs
 LIMIT_S = 120.0  # for one case, which is compiled too, and for the start of the process
 
 
@@ -91,8 +83,8 @@ class KernelTester:
     ) -> tuple[KernelChoice, tuple[Verdict, ...]]:
         """`tested` with the model's heads, whatever layers have of their own."""
         request = self.request(config, arch, asked)
-        file = self._file(config, request)
-        verdicts = None if file is None else _read(file)
+        file = kept_verdicts.file_of(config, request, self.machine())
+        verdicts = None if file is None else kept_verdicts.read(file)
         if verdicts is not None:
             logger.info("kernels were tested at an earlier start (%s)", file)
             _warn(verdicts, asked, f"remove {file} to test it again")
@@ -103,7 +95,7 @@ class KernelTester:
             if problem:
                 logger.warning("not all kernels could be tested, and those run untested: %s", problem)
             elif file is not None:
-                _write(file, verdicts)
+                kept_verdicts.write(file, verdicts)
         return settled(asked, verdicts, kernel_flags(config)), verdicts
 
     def request(self, config: EngineConfig, arch: ModelArch, asked: KernelChoice) -> Request:
@@ -148,27 +140,10 @@ class KernelTester:
                 unknown = (each.note for each in known if each.verdict == UNTESTED and each.backend != XLA)
                 return known, found.problem or "; ".join(unknown)
 
-    def _file(self, config: EngineConfig, request: Request) -> Path | None:
-        """Where verdicts on this request are kept: named by all that may change them."""
-        folder = cache_folder(config.compilation_cache_dir, versions_key() if self.platform == "gpu" else "")
-        if folder is None:
-            return None
-        key = [
-            request.line(),
-            self.machine(),
-            str(config.device_ids),
-            *map(str, (xla_ptxas(), mosaic_ptxas_after_choice())),
-            *(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES")),
-            jax.__version__,
-            importlib.metadata.version("jaxlib"),
-            _hash_of_sources(),
-        ]
-        return folder / FOLDER / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.json"
 
-
-def child_variables(config: EngineConfig) -> dict[str, str]:
-    """The environment of the testing process: it takes memory as it needs it, and the same code as this one."""
-    env = {**os.environ, **device_variables(config), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+def child_variables(config: EngineConfig, num_devices: int = 1) -> dict[str, str]:
+    """The environment of a testing process: it takes memory as it needs it, and the same code as this one."""
+    env = {**os.environ, **device_variables(config, num_devices), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     home = str(Path(pallas_kernels.__file__).parents[1])
     if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # it isn't installed
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
@@ -199,33 +174,6 @@ def _warn(verdicts: Sequence[Verdict], asked: KernelChoice, way_out: str) -> Non
                 "the kernel of %s on %s failed its test (%s: %s): %s takes its place%s",
                 each.op, each.backend, each.verdict, each.note, last.get(each.op, XLA), way_out and f"; {way_out}",
             )  # fmt: skip
-
-
-def _hash_of_sources() -> str:
-    home = Path(pallas_kernels.__file__).parent
-    found = hashlib.sha256()
-    for path in sorted(path for path in home.rglob("*") if path.suffix in (".py", ".json", ".cc", ".h")):
-        found.update(str(path.relative_to(home)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()
-
-
-def _read(file: Path) -> tuple[Verdict, ...] | None:
-    """What `_write` wrote; None if there is no such file, or it holds something else."""
-    try:
-        return tuple(Verdict(**each) for each in json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _write(file: Path, verdicts: Sequence[Verdict]) -> None:
-    text = json.dumps([dataclasses.asdict(each) for each in verdicts], indent=1)
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(file)
-    except OSError as error:
-        logger.warning("the verdicts on kernels are not kept between starts: %s", error)
 
 
 _KILL_S = 10.0  # for the system to end it

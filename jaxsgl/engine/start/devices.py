@@ -64,7 +64,7 @@ def join_hosts(config: EngineConfig) -> None:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     # By default hosts share the trials of kernels, and one that finds its program in a cache leaves the others waiting.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
+    add_xla_flag("--xla_gpu_shard_autotuning=false")
     host, port = hosts.address
     address = f"[{host}]:{port + 1}" if ":" in host else f"{host}:{port + 1}"
     try:
@@ -78,6 +78,16 @@ def join_hosts(config: EngineConfig) -> None:
         )
     except RuntimeError as error:
         raise StartupError(f"JAX's hosts can't meet at {address} (--dist-init-addr): {error}") from error
+
+
+def add_xla_flag(flag: str) -> None:
+    """Before JAX starts in this process."""
+    os.environ["XLA_FLAGS"] = with_xla_flag(flag)
+
+
+def with_xla_flag(flag: str) -> str:
+    """XLA_FLAGS as they are, and one more."""
+    return f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def accelerator() -> str | None:
@@ -129,15 +139,15 @@ def _nvidia_smi() -> list[str]:
         return []
 
 
-def device_variables(config: EngineConfig) -> dict[str, str]:
-    """Environment variables by which a child process takes the first of the engine's GPUs, and memory of no other.
+def device_variables(config: EngineConfig, number: int = 1) -> dict[str, str]:
+    """Environment variables by which a child process takes so many of the engine's GPUs, and memory of no other.
 
     Those that choose chips of a TPU it has from this process.
     """
-    first = _ids_of(config)[0]
     visible = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     # The numbers count those that are visible to this process.
-    return {"CUDA_VISIBLE_DEVICES": visible[first] if first < len(visible) else str(first)}
+    taken = (visible[each] if each < len(visible) else str(each) for each in _ids_of(config)[:number])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(taken)}
 
 
 def _ids_of(config: EngineConfig) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxsgl.batch.buckets import Capacity, suggested_sizes
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.kernels.choice import asked_kernels, may_round_rows_of_experts
+from jaxsgl.engine.kernels.sums import SumsTrial
 from jaxsgl.engine.kernels.tester import KernelTester
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.start.devices import join_hosts, meshes_of, reveal_devices
@@ -126,6 +127,7 @@ def open_model(config: EngineConfig, kernel_tester: KernelTester | None, hosts: 
     choose_mosaic_ptxas()
     tester = KernelTester.of_this_machine() if kernel_tester is None else kernel_tester
     kernels, verdicts = tester.tested(config, arch, kernels)  # while the device's memory is free
+    SumsTrial.next_to(tester).set_flag(config, arch)
     check_hosts(folder, arch, kernels, hosts)
     join_hosts(config)
     jax_share = start_jax()

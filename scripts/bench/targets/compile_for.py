@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.targets.gpu_code import KernelCode, kernels_in
 from bench.targets.launch_report import launch_report
-from bench.targets.targets import GRIDS, TARGETS, Target, prepare_environment
+from bench.targets.targets import GPUS_OF_A_HOST, GRIDS, TARGETS, Target, prepare_environment
 
 if TYPE_CHECKING:
     import jax
@@ -48,7 +48,7 @@ def compile_all(
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of every `share[1]`-th program whose name matches and that isn't done, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
-        prepare_environment(Path(folder), xla_flags)
+        prepare_environment(Path(folder), f"{flags_of_sums(target, tp)} {xla_flags}")
         devices = target.devices(tp)
 
         def wanted(name: str) -> bool:
@@ -58,6 +58,13 @@ def compile_all(
         for program in itertools.islice(every, share[0], None, share[1]):  # to describe all models takes minutes
             with target.traced_for(devices[0]):
                 yield _result(program, target, Path(folder), ptxas)
+
+
+def flags_of_sums(target: Target, tp: int) -> str:
+    """What XLA is told of sums over the GPUs of a host where its kernels have won the trial at the start."""
+    from jaxsgl.engine.kernels.sums import FLAGS, KERNELS
+
+    return FLAGS[KERNELS] if target.platform == "cuda" and 1 < tp <= GPUS_OF_A_HOST else ""
 
 
 def _programs(

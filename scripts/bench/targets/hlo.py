@@ -53,6 +53,7 @@ _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _FREE_TARGETS = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding"))
 WEIGHT_BYTES = 1 << 20
 KNOWN_TURNS = r'"known_trip_count":\{"n":"(\d+)"'  # of a loop, which then has no condition to run
+BY_KERNELS = {"ONE_SHOT": "one-shot", "TWO_SHOT": "two-shot"}  # of all-reduces
 RECURS = 3  # inputs of one type are taken for those of layers
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -76,6 +77,7 @@ class Launch:
       is_branched: whether another side of a condition lacks it.
       times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
       peers: the devices that take part in a collective.
+      by: what carries a collective out: "one-shot" and "two-shot" kernels of XLA's, or a library if empty.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Launch:
     peers: int = 0
     shared_bytes: int = 0
     is_branched: bool = False
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,8 @@ def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str
     if "AllReduceScatterFusion" in each.rest:  # a TPU's: it sums over a ring that leaves each device its part
         kind, results = "reduce-scatter", each.type
     written = sum(_bytes(*shape) for shape in _ANY_SHAPE.findall(results))
-    return Launch(each.name, kind, _source(call), read, written, 0, times, peers=num_peers(call.rest))
+    by = BY_KERNELS.get(call.attribute(r'"kernel_strategy":"KERNEL_STRATEGY_TRITON_(\w+)"'), "")
+    return Launch(each.name, kind, _source(call), read, written, 0, times, peers=num_peers(call.rest), by=by)
 
 
 def _quantized_flops(call: _Instruction, scope: dict[str, _Instruction]) -> int:

@@ -27,7 +27,7 @@ KINDS = (
 )  # fmt: skip
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
 _THUNKS_OF_COLLECTIVES = ("All", "Collective", "ReduceScatter", "Ragged")
-FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers", "shared_bytes")
+FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers", "shared_bytes", "by")
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,14 @@ def _graphs(buffers: CommandBuffers | None, layers: Layers | None) -> dict[str, 
 
 
 def exchanged(whole: Sequence[Launch], wanted: Wanted | None) -> list[dict[str, Any]]:
-    """What devices exchange in a call of the program: kind, bytes of the whole array, peers, and how often."""
-    counts: Counter[tuple[str, int, int]] = Counter()
+    """What devices exchange in a call of the program: kind, by what, bytes of the whole array, peers, and how often."""
+    counts: Counter[tuple[str, str, int, int]] = Counter()
     for each in whole:
         if each.kind in COLLECTIVES:
             peers = each.peers or (wanted.num_devices if wanted else 0)
-            counts[each.kind, carried(each.kind, each.bytes_read, each.bytes_written), peers] += each.times
-    return [{"kind": kind, "bytes": moved, "peers": peers, "count": n} for (kind, moved, peers), n in counts.items()]
+            counts[each.kind, each.by, carried(each.kind, each.bytes_read, each.bytes_written), peers] += each.times
+    names = ("kind", "by", "bytes", "peers")
+    return [dict(zip(names, key, strict=True), count=n) for key, n in counts.items()]
 
 
 def _exchanges(

@@ -33,6 +33,8 @@ class Assumed:
     decode_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 1.0, "triton": 0.9})
     link_bytes_per_s: float = 370e9
     collective_us: float = 20.0
+    one_shot_us: float = 11.0
+    two_shot_us: float = 18.0
     extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
     product_share: float = 1.0
     quantized_share: float = 1.0
@@ -64,6 +66,9 @@ SOURCES = {
     "each direction); rings are assumed, not sums that switches make; a stated assumption, not measured here",
     "collective_us": "reported of NCCL's all-reduce of up to 16 KB on 8 H100 (19 to 21 us); those of 0.5 to 4 MB were "
     "reported to take up to 20 us more than this and the links; not ours",
+    "one_shot_us": "reported of kernels in Triton that read what all other GPUs have, 8 to 128 KB, next to NCCL at 22 "
+    "to 24 us (yifuwang/symm-mem-recipes#3: 10.8 to 13.9 us; GPUs not named); of XLA's own no figures were found",
+    "two_shot_us": "the same of kernels in two passes, of 10 KB (meta-pytorch/kraken#7: 18.2 us, next to NCCL at 30)",
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
     "product_share": "of flops_per_s, in all products but experts' and those that convert weights: the model takes all",
     "quantized_share": "of flops_per_s, in products whose kernel converts their weights: the model takes all of it",
@@ -466,8 +471,11 @@ def _any_us(kernel: dict[str, Any], assumed: Assumed) -> float:
 
 def _exchange_us(kernel: dict[str, Any], assumed: Assumed) -> float:
     """One collective."""
-    whole = carried(kernel["kind"], kernel["bytes_read"], kernel["bytes_written"])
-    return assumed.collective_us + sent(kernel["kind"], whole, kernel["peers"]) / assumed.link_bytes_per_s * 1e6
+    whole, peers = carried(kernel["kind"], kernel["bytes_read"], kernel["bytes_written"]), kernel["peers"]
+    start_us = {"one-shot": assumed.one_shot_us, "two-shot": assumed.two_shot_us}
+    by = kernel.get("by", "")  # which files from before there were such kernels don't say
+    moved = (peers - 1) * whole if by == "one-shot" else sent(kernel["kind"], whole, peers)
+    return start_us.get(by, assumed.collective_us) + moved / assumed.link_bytes_per_s * 1e6
 
 
 def _launch_us(launches: dict[str, Any], assumed: Assumed) -> float:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import jax
 
 GRIDS = ("common", "steps", "steps-float8", "steps-ordered", "families", "full")
+GPUS_OF_A_HOST = 8
 JAX_VERSION = "0.11.2"  # has plug-in wheels for all targets
 
 
@@ -67,7 +68,7 @@ class Target:
 
         if self.platform == "cuda":
             config = (Path(__file__).parent / f"{self.name}.txtpb").read_text()
-            hosts = -(-count // 8)
+            hosts = -(-count // GPUS_OF_A_HOST)
             shape = f"1x{hosts}x{count // hosts}"
             described = topologies.get_topology_desc(self.name, "cuda", topology=shape, target_config=config)
         else:
