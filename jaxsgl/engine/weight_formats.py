@@ -56,10 +56,15 @@ def as_kept(
     Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
     """
     if platform == "cpu":
-        return _on_cpus(arch, dtype, num_devices, weight_only)
-    if platform == "gpu":
-        return _on_gpus(arch, dtype, num_devices, rounds_rows)
-    return _on_tpus(arch, dtype, num_devices)
+        kept = _on_cpus(arch, dtype, num_devices, weight_only)
+    elif platform == "gpu":
+        kept = _on_gpus(arch, dtype, num_devices, rounds_rows)
+    else:
+        kept = _on_tpus(arch, dtype, num_devices)
+    of_weights, of_experts = (
+        fmt and replace(fmt, sharers=num_devices) for fmt in (kept.weight_format, kept.expert_format)
+    )
+    return replace(kept, weight_format=of_weights, expert_format=of_experts)
 
 
 def _on_cpus(arch: ModelArch, dtype: jnp.dtype, num_devices: int, weight_only: bool) -> ModelArch:

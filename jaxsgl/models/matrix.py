@@ -148,13 +148,14 @@ class Matrices(nnx.Module):
         fmt = fmt.of_shape(shape, dtype.name)
         groups = (*shape[:-1], -(-shape[-1] // fmt.group_of(shape[-1])))
         spread = _SPREAD[FLOAT4 if fmt.packing in (packed.MXFP4_FRAGMENTS, packed.MXFP4_CODES) else fmt.numbers]
+        # Where a part of the inputs may begin inside a group, scales aren't cut along the inputs.
+        of_groups = axes if fmt.gives_whole_groups(shape[-1]) else (*axes[:-1], None)
         parts: dict[str, tuple[tuple[int, ...], Axes, DTypeLike, float, float]] = {
             "numbers": (shape, axes, fmt.numbers, 0.0, spread),
-            # Scales aren't cut along the inputs: a part of them may begin inside a group.
-            "scale": (groups, (*axes[:-1], None), jnp.float32, std / spread, 0.0),
+            "scale": (groups, of_groups, jnp.float32, std / spread, 0.0),
         }
         if fmt.has_zeros:
-            parts["zero"] = groups, (*axes[:-1], None), jnp.int8, 0.0, 0.0
+            parts["zero"] = groups, of_groups, jnp.int8, 0.0, 0.0
         if fmt.reorders:
             parts["order"] = shape[-1:], (None,), jnp.int32, 0.0, 0.0
         if fmt.packing in (packed.INT4, packed.INT8, packed.MXFP4):
@@ -192,27 +193,33 @@ class Matrices(nnx.Module):
         whole = Matrix(numbers[...], scale, zero, order, group, fmt.packing, fmt.widened_to)
         whole = replace(whole, kernels=kernels, row_bits=fmt.row_bits, block_outputs=blocks)
         logical: str | None = numbers.get_metadata("axes")[-1]
-        return whole if logical is None or num_parts(logical) == 1 else _with_scales_of_part(whole, logical)
+        if logical is None or num_parts(logical) == 1:
+            return whole
+        has_own = getattr(self, part_name(name, "scale")).get_metadata("axes")[-1] is not None
+        return _of_part(whole, logical) if has_own else _with_scales_of_part(_of_part(whole, logical), logical)
 
     def _part(self, name: str, part: str) -> jax.Array | None:
         param: nnx.Param[jax.Array] | None = getattr(self, part_name(name, part), None)
         return None if param is None else param[...]
 
 
+def _of_part(matrix: Matrix, logical: str) -> Matrix:
+    """The matrix whose numbers are this device's part of the inputs, with the order of these."""
+    order, num_in = matrix.order, matrix.shape[-1]
+    if order is not None:
+        order = jax.lax.dynamic_slice_in_dim(order, part_index(logical) * num_in, num_in)
+    return replace(matrix, order=order, cut_by=logical)
+
+
 def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
-    """The matrix whose numbers are this device's part of the inputs, with the scales of these, out of all.
+    """The same with the scales of this device's part of the inputs, out of all.
 
     A part may begin inside a group. Its inputs are then in smaller groups, of which none has two scales.
     """
-    scale, zero, order = matrix.scale, matrix.zero, matrix.order
-    num_in = matrix.shape[-1]
-    if order is not None:
-        order = jax.lax.dynamic_slice_in_dim(order, part_index(logical) * num_in, num_in)
-    if matrix.packing == packed.MXFP4_FRAGMENTS:
-        return replace(matrix, cut_by=logical)
+    scale, zero, num_in = matrix.scale, matrix.zero, matrix.shape[-1]
     side = packed.SIDES.get(matrix.packing)
     if scale.shape[-1] == (side or 1):
-        return replace(matrix, order=order, group=num_in, cut_by=logical)
+        return replace(matrix, group=num_in)
     group = math.gcd(num_in, matrix.group)
     first = part_index(logical) * num_in
     groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
@@ -223,7 +230,7 @@ def _with_scales_of_part(matrix: Matrix, logical: str) -> Matrix:
         return packed.pack_groups(matrix.packing, taken) if side else taken
 
     zero = None if zero is None else of_part(zero)
-    return replace(matrix, scale=of_part(scale), zero=zero, order=order, group=group, cut_by=logical)
+    return replace(matrix, scale=of_part(scale), zero=zero, group=group)
 
 
 def group_of_part(group: int, num_inputs: int, num_devices: int) -> int:

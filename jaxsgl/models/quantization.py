@@ -71,6 +71,7 @@ class WeightFormat:
       widened_to: the dtype that packed floats become in products.
       row_bits: of the integers that a CPU's products with integers round activations to.
       parts: how many devices may have a part of a packed matrix.
+      sharers: how many devices may share a matrix's inputs, experts' too.
       storage: of the checkpoint's tensors; None: they are not quantized.
     """
 
@@ -87,7 +88,13 @@ class WeightFormat:
     widened_to: str = "bfloat16"
     row_bits: int = 16
     parts: int = 1
+    sharers: int = 1
     storage: Storage | None = None
+
+    def gives_whole_groups(self, num_inputs: int) -> bool:
+        """Whether each of the devices that share so many inputs has groups of its own, with scales side by side."""
+        of_all = self.sharers * self.group_of(num_inputs)
+        return self.sharers > 1 and self.packing not in packed.SIDES and num_inputs % of_all == 0
 
     def group_of(self, num_inputs: int) -> int:
         """How many of `num_inputs` share a scale."""

@@ -31,6 +31,7 @@ from pallas_kernels.native import library as native_library
 NUM_DEVICES = 4
 VOCAB_SIZE = 397  # of which the last device has 3 fewer
 NUM_IN, NUM_OUT, GROUP = 96, 6, 64  # a device has 24 inputs: parts begin inside groups, and the last group is cut
+WHOLE_GROUP = 12  # of which a device has two
 
 
 def test_parts_of_several_devices_are_those_of_one() -> None:
@@ -61,12 +62,15 @@ def check_no_part_gets_the_scales_of_another() -> None:
     rng, mesh = np.random.default_rng(0), make_mesh(jax.devices())
     row_bits = 8 if native_library.multiplies_bytes() else 16  # those of 8 meet packed weights
     both = (False, True)
-    for kind, zeros, reorders, group in itertools.product(("", "cpu", "gpu"), both, both, (GROUP, None)):
+    for kind, zeros, reorders, group in itertools.product(("", "cpu", "gpu"), both, both, (GROUP, WHOLE_GROUP, None)):
+        if kind and group == WHOLE_GROUP:  # what is packed keeps the scales of several outputs side by side
+            continue
         plain = WeightFormat("test", "int4" if kind == "gpu" else "int8", group, has_zeros=zeros, reorders=reorders)
         if kind == "gpu":  # a device has 192 inputs: one and a half groups
             fmt = plain.on_gpu("bfloat16", parts=NUM_DEVICES)
         else:
             fmt = plain.on_cpu("float32", row_bits=row_bits, packs=kind == "cpu", parts=NUM_DEVICES)
+        fmt = replace(fmt, sharers=NUM_DEVICES)
         if fmt.packing:
             fmt = replace(fmt, group=group and 2 * group)
         module = Down(fmt, 32 * NUM_DEVICES, 8 * NUM_IN) if fmt.packing else Down(fmt, NUM_OUT, NUM_IN)
@@ -91,6 +95,8 @@ def check_no_part_gets_the_scales_of_another() -> None:
                 for path, param in nnx.to_flat_state(params)
             ]
         )
+        own_groups = placed["down_scale"][...].addressable_shards[0].data.shape[-1]
+        assert own_groups == (2 if group == WHOLE_GROUP else matrix.scale.shape[-1])
         arguments = (placed, jax.device_put(x, replicated(mesh)))
         found = jax.jit(each_device(of_part, mesh, arguments, replicated(mesh)))(*arguments)
         off = 2e-2 * float(jnp.abs(expected).max()) if fmt.row_bits == 8 else 1e-3
