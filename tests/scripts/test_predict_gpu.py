@@ -135,6 +135,20 @@ def test_experts_that_no_token_chooses_are_not_read() -> None:
         assert floor_us(batch_of("decode", rows, 1), facts, "greedy") < found.step_us
 
 
+def test_a_device_with_some_of_the_experts_multiplies_their_rows_alone() -> None:
+    facts = {**FACTS, "expert_weights": 2_000_000, "num_experts": 64, "experts_per_token": 8}
+    rows, weights, share = 4096, 8 * 2_000_000, ASSUMED.product_share * ASSUMED.many_experts_share
+    of_all = 2 * rows * 8 * 2_000_000  # eight of 64 experts: an eighth of the rows that all devices have
+    took = {}
+    for matrix_bytes in (0, weights * FACTS["weight_itemsize"]):
+        product = {**kernel("experts of many", 1, moved=1), "flops": of_all, "matrix_bytes": matrix_bytes}
+        program = compiled(kernel("attention", 2), product, layers=2, steps=[f"m mosaic_gpu extend {rows} greedy"])
+        (found,) = predict([program | {"facts": facts}], 1)
+        took[bool(matrix_bytes)] = found.products_us - ASSUMED.kernel_us
+    assert took[False] == pytest.approx(of_all / (ASSUMED.flops_per_s * share) * 1e6, rel=0.01)
+    assert took[True] == pytest.approx(took[False] / 8, rel=0.02)
+
+
 def test_shared_experts_among_the_others_are_read_and_multiplied_for_every_token() -> None:
     facts = {**FACTS, "expert_weights": 2_000_000, "num_experts": 8, "experts_per_token": 1}
     for rows, moved, shared in ((1, 430_000_000, 215_000_000), (1000, 8_600_000, 4_300_000)):

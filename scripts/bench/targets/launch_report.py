@@ -27,7 +27,7 @@ KINDS = (
 )  # fmt: skip
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
 _THUNKS_OF_COLLECTIVES = ("All", "Collective", "ReduceScatter", "Ragged")
-FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers", "shared_bytes", "by")
+FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers", "matrix_bytes", "shared_bytes", "by")
 
 
 @dataclass(frozen=True)

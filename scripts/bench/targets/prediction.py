@@ -383,8 +383,12 @@ def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], ass
         of_flops = assumed.many_experts_share * (assumed.many_float8_share if in_float8 else assumed.product_share)
     is_packed = kernel["kind"] == "packed experts"
     weight_bytes = facts["expert_bytes"] / facts["expert_weights"] if is_packed else facts["weight_itemsize"]
-    counted = 2 * tokens * (chosen * of_experts + shared) / (FLOAT8_BYTES if in_float8 else weight_bytes)
-    flops = kernel["flops"] or counted
+    per_weight = FLOAT8_BYTES if in_float8 else weight_bytes
+    flops = 2 * tokens * (chosen * of_experts + shared) / per_weight
+    if kernel["flops"]:
+        # The compiler counts all rows, of which a device that has some of the experts multiplies its own.
+        of_own = 2 * tokens * chosen * kernel.get("matrix_bytes", 0) / per_weight
+        flops = min(kernel["flops"], of_own or kernel["flops"])
     read = chosen_share(tokens, facts)
     moved = of_experts * read + shared + kernel["bytes_written"]
     bytes_s = moved / (assumed.bytes_per_s * of_bytes)
