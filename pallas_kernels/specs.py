@@ -181,13 +181,13 @@ class ArgSpec:
         weights: Any = jax.ShapeDtypeStruct((self.num_groups, absorbing + outputs, self.value_dim), self.dtype)
         return LatentHeads(weights, absorbing)
 
-    def store_latents_args(self, num_parts: int = 4) -> tuple[Any, ...]:
-        """pages, qkv and slots of `absorb_and_store` in a decode, as shapes; one product in parts makes all."""
+    def store_latents_args(self) -> tuple[Any, ...]:
+        """pages, qkv and slots of `absorb_and_store` in a decode, as shapes; one product in four parts makes all."""
         assert self.value_dim is not None
         heads, num_rotated = self.latent_heads(), self.head_dim - self.value_dim
         width = heads.num_heads * (heads.num_absorbing + num_rotated) + self.head_dim
         table: Any = jax.ShapeDtypeStruct((self.num_seqs, 1, num_rotated // 2), jnp.float32)
-        product: Any = jax.ShapeDtypeStruct((num_parts, self.num_seqs, width), jnp.float32)
+        product: Any = jax.ShapeDtypeStruct((4, self.num_seqs, width), jnp.float32)
         scales: Any = jax.ShapeDtypeStruct((self.value_dim,), self.dtype)
         qkv = LatentQkv(product, None, scales, heads, table, table, 1e-6, jnp.dtype(self.dtype))
         return self.paged_kv().k, qkv, _int32(self.num_seqs)

@@ -286,7 +286,7 @@ class Generator:
             for prompted in prompteds:
                 _check_id(prompted.request_id)
                 if prompted.sampling.stop or prompted.sampling.stop_regex:
-                    model.tokenizer.check_text_comes_back("stop strings and stop_regex")
+                    model.tokenizer.check_text_comes_back()
             samplings = await self._read_samplings([prompted.sampling for prompted in prompteds])
             try:
                 read = await self._read_all(

@@ -34,7 +34,7 @@ class Totals(msgspec.Struct, array_like=True):
       recompiles: programs compiled while serving; more than 0 is a bug.
       leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
       failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
-      encoded_images, encoded_patches: images and frame pairs that the vision tower has encoded, and their patches.
+      encoded_images: images and frame pairs that the vision tower has encoded.
       restored_images: whose embeddings came back from host memory instead.
     """
 
@@ -55,7 +55,6 @@ class Totals(msgspec.Struct, array_like=True):
     leaks: int = 0
     failed_requests: int = 0
     encoded_images: int = 0
-    encoded_patches: int = 0
     restored_images: int = 0
 
 

@@ -114,7 +114,7 @@ class Offline:
         for number, request in enumerate(requests):
             with naming(number, len(requests)):
                 if request.sampling.stop or request.sampling.stop_regex:
-                    self.tokenizer.check_text_comes_back("stop strings and stop_regex")
+                    self.tokenizer.check_text_comes_back()
                     check_patterns(request.sampling.stop_regex)
                 check_request(request, self.engine.capacity.limits)
         total, make_bar = sum(request.sampling.n for request in requests), use_tqdm if callable(use_tqdm) else tqdm

@@ -353,11 +353,12 @@ class Tokenizer:
         text: str = decode(ids, skip_special_tokens=not with_names, clean_up_tokenization_spaces=False)
         return text
 
-    def check_text_comes_back(self, what: str) -> None:
-        """Raises `InvalidRequest` for a use of `what` if the model has no tokenizer."""
+    def check_text_comes_back(self) -> None:
+        """Raises `InvalidRequest` for what ends a request by its text if the model has no tokenizer."""
         if self._tokenizer is None:
             raise InvalidRequest(
-                f"{what} are looked for in text, but the model folder has no tokenizer: leave them out"
+                "stop strings and stop_regex are looked for in text, but the model folder has no tokenizer: "
+                "leave them out"
             )
 
     def _or_refuse(self) -> Any:

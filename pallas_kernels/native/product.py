@@ -85,10 +85,10 @@ def int8_product(
     return out
 
 
-def refuse_gate(num_outputs: int, step: int = OUT_STEP) -> str | None:
-    """Why a gated product can't have weights with so many outputs, of which a block has `step`; or None."""
-    if num_outputs % (2 * step):
-        return f"gate and up have {num_outputs} outputs; it takes multiples of {2 * step}"
+def refuse_gate(num_outputs: int) -> str | None:
+    """Why a gated product can't have weights with so many outputs, or None."""
+    if num_outputs % (2 * OUT_STEP):
+        return f"gate and up have {num_outputs} outputs; it takes multiples of {2 * OUT_STEP}"
     return None
 
 

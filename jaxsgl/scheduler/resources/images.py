@@ -300,7 +300,8 @@ class Images(Resource):
         self._restore()
         if self.sliced is not None and self.sliced.item.digest in self._to_encode:
             parts.append(self.sliced.next_part())  # the step needs it
-            self._is_encoded(*self._to_encode.pop(self.sliced.item.digest))
+            _, image = self._to_encode.pop(self.sliced.item.digest)
+            self._is_encoded(image)
             self._drop_sliced()
         calls = self._calls() if self._to_encode else []
         return replace(inputs, encodes=(*parts, *calls)) if parts or calls else inputs
@@ -308,8 +309,8 @@ class Images(Resource):
     def launched(self, chunks: Sequence[Part]) -> None:
         """Counts the step's calls as launched, and unlocks the images whose last chunk is."""
         self.time.restores(sum(len(image.rows) for image in self._to_restore.values()))
-        for item, image in self._to_encode.values():
-            self._is_encoded(item, image)
+        for _, image in self._to_encode.values():
+            self._is_encoded(image)
         self._to_encode.clear()
         for image in self._to_restore.values():
             image.encoded = True
@@ -411,15 +412,14 @@ class Images(Resource):
         assert self.sliced.item.digest == item.digest, "two images are encoded in parts"
         part = self.sliced.next_part(ahead.num_layers)
         if part.is_last:
-            self._is_encoded(item, self.sliced.rows)
+            self._is_encoded(self.sliced.rows)
             self._drop_sliced()
         return part
 
-    def _is_encoded(self, item: MediaItem, image: HeldImage) -> None:
+    def _is_encoded(self, image: HeldImage) -> None:
         """Counts an image whose rows are written before the step that is launched now."""
         image.encoded = True
         self._totals.encoded_images += 1
-        self._totals.encoded_patches += item.num_patches
         self.kept.encoded(image)
 
     def _make_room(self, num_tokens: int) -> None:

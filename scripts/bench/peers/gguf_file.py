@@ -6,7 +6,6 @@ Needs the `gguf` package.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ FILE_TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
-
-_OF_STATES = re.compile(r"\.conv\.conv\.|\.ssm_(?!in\.|out\.)")  # what is never quantized of them
 
 
 def write_gguf(model: Path, path: Path, dtype: str) -> None:

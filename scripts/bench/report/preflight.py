@@ -39,7 +39,6 @@ PACKAGES = {
     "matplotlib": "no picture of the kernels",
 }
 PLUGINS = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12", "triton")
-LEAST_FREE_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
