@@ -18,7 +18,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.weights.mxfp4 import Mxfp4, Mxfp4Scales
-from jaxsgl.weights.pieces import of_transposed
+from jaxsgl.weights.pieces import as_is, of_transposed, split_gate_up, stacked
 from jaxsgl.weights.recipe import Path, Piece, Recipe, Source, Tensor, shape_of
 from jaxsgl.weights.stored_names import stored_name
 from pallas_kernels import Router
@@ -277,7 +277,7 @@ class _OfLayer:
         if name in small:
             tensor, axes = small[name]
             source = Source(block + tensor, axes, has_ids=name == "experts_of_tokens")
-            return Recipe((source,), _flat if name == "choice_bias" else _whole)
+            return Recipe((source,), _flat if name == "choice_bias" else as_is)
         if name == "gate_up_bias":
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
         if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:
@@ -303,7 +303,7 @@ class _OfLayer:
         sources = tuple(
             Source(self.block + kind.format(expert), axes) for expert in range(self.mlp.num_experts) for kind in kinds
         )
-        return Recipe(sources, partial(_of_units, self.arch.unit_rows) if name == "gate_up" else _of_each_expert)
+        return Recipe(sources, partial(_of_units, self.arch.unit_rows) if name == "gate_up" else stacked)
 
     def _stacked(self, name: str) -> Recipe:
         """Of one tensor for all experts."""
@@ -313,7 +313,7 @@ class _OfLayer:
         axes = ("E", rows, self._width) if name == "gate_up" else ("E", self._width, "EF")
         if is_transposed:
             axes = (axes[0], axes[2], axes[1])
-        pieces = self._gate_up if name == "gate_up" else _whole
+        pieces = self._gate_up if name == "gate_up" else as_is
         source = Source(self.block + tensor, axes, is_transposed=is_transposed)
         return Recipe((source,), partial(of_transposed, pieces) if is_transposed else pieces)
 
@@ -331,7 +331,7 @@ class _OfLayer:
 
     def _decoded(self, name: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         tensor = self._check_packed(name, tensors)
-        pieces = self._gate_up if name == "gate_up" else _whole
+        pieces = self._gate_up if name == "gate_up" else as_is
         for blocks, scales in zip(*(pieces(arch, (part,)) for part in tensors), strict=True):
             assert isinstance(blocks.numbers, np.ndarray) and isinstance(scales.numbers, np.ndarray)
             yield Piece(blocks.place, Mxfp4(blocks.numbers, scales.numbers, tensor))
@@ -342,7 +342,7 @@ class _OfLayer:
         tensor = self._check_packed(name, tensors)
         blocks, scales = tensors
         stack = blocks.reshape(*blocks.shape[:2], -1) if part == "numbers" else scales
-        for place, stored in (self._gate_up if name == "gate_up" else _whole)(arch, (stack,)):
+        for place, stored in (self._gate_up if name == "gate_up" else as_is)(arch, (stack,)):
             assert isinstance(stored, np.ndarray)
             yield Piece(place, stored if part == "numbers" else Mxfp4Scales(stored, tensor, most_scale))
 
@@ -387,17 +387,13 @@ class _OfLayer:
         """Of the shared experts, which are one MLP."""
         if fused := self.fused_shared:
             if name == "down":
-                return Recipe((Source(fused + "output_linear.weight", ("D", "SF")),), _whole)
-            return Recipe((Source(fused + "input_linear.weight", ("2SF", "D")),), _split)
+                return Recipe((Source(fused + "output_linear.weight", ("D", "SF")),), as_is)
+            return Recipe((Source(fused + "input_linear.weight", ("2SF", "D")),), split_gate_up)
         prefix = self.block + self.names.shared
         if name == "down":
-            return Recipe((Source(prefix + "down_proj.weight", ("D", "SF")),), _whole)
+            return Recipe((Source(prefix + "down_proj.weight", ("D", "SF")),), as_is)
         kinds = ("gate_proj", "up_proj") if self.arch.gated else ("up_proj",)
-        return Recipe(tuple(Source(f"{prefix}{kind}.weight", ("SF", "D")) for kind in kinds), _rows)
-
-
-def _whole(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    yield Piece((), tensors[0])
+        return Recipe(tuple(Source(f"{prefix}{kind}.weight", ("SF", "D")) for kind in kinds), stacked)
 
 
 def _zeros(count: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -406,21 +402,6 @@ def _zeros(count: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator
 
 def _flat(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     yield Piece((), tensors[0].reshape(-1))
-
-
-def _rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    for row, tensor in enumerate(tensors):
-        yield Piece((row,), tensor)
-
-
-def _split(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """A matrix `[2 F, D]`, gates first."""
-    yield Piece((), tensors[0].reshape(2, -1, tensors[0].shape[1]))
-
-
-def _of_each_expert(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    for expert, tensor in enumerate(tensors):
-        yield Piece((expert,), tensor)
 
 
 def _of_units(unit_rows: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

@@ -218,11 +218,8 @@ def _index_rows(arch: ModelArch, place: Place, rows: Tensor) -> Iterator[Piece]:
 
 def parts_of_groups(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """What groups of tokens are made of, `[parts * H, ..]`, and keys of an index, to `[parts, H + I, ..]`."""
-    parts, first = tensors[0].shape[0] // arch.head_dim, 0
-    for tensor in tensors:
-        of_parts = tensor.reshape(parts, -1, *tensor.shape[1:])
-        yield Piece((slice(None), slice(first, first + of_parts.shape[1])), of_parts)
-        first += of_parts.shape[1]
+    parts = tensors[0].shape[0] // arch.head_dim
+    yield from _side_by_side(tensor.reshape(parts, -1, *tensor.shape[1:]) for tensor in tensors)
 
 
 def parts_of_groups_by_place(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -230,14 +227,6 @@ def parts_of_groups_by_place(arch: ModelArch, tensors: tuple[Tensor, ...]) -> It
     for place, numbers in parts_of_groups(arch, tuple(tensor.T for tensor in tensors)):
         assert isinstance(numbers, np.ndarray)
         yield Piece((slice(None), *place), numbers.transpose(2, 0, 1))
-
-
-def one_after_another(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """Vectors, in one."""
-    first = 0
-    for tensor in tensors:
-        yield Piece((slice(first, first + len(tensor)),), tensor)
-        first += len(tensor)
 
 
 def by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -310,7 +299,7 @@ def _by_key_head(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
         yield part.reshape(heads, size, *tensor.shape[1:])
 
 
-def _in_rows(parts: Iterable[Tensor]) -> Iterator[Piece]:
+def _side_by_side(parts: Iterable[Tensor]) -> Iterator[Piece]:
     """Tensors `[K', rows, ...]`, one after the other on their second axis."""
     first = 0
     for part in parts:
@@ -322,24 +311,24 @@ def delta_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece
     """What makes q, k and v; z; b; a, to `[K', rows, D]`."""
     heads = arch.recurrent_net.key_heads if arch.recurrent_net else 0
     qkv, *others = tensors
-    yield from _in_rows([*_by_key_head(arch, qkv), *(each.reshape(heads, -1, each.shape[1]) for each in others)])
+    yield from _side_by_side([*_by_key_head(arch, qkv), *(each.reshape(heads, -1, each.shape[1]) for each in others)])
 
 
 def delta_inputs_by_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The same of two tensors that have key heads first: q, k, v and z of each; b and a of each."""
     heads = arch.recurrent_net.key_heads if arch.recurrent_net else 0
-    yield from _in_rows([each.reshape(heads, -1, each.shape[1]) for each in tensors])
+    yield from _side_by_side([each.reshape(heads, -1, each.shape[1]) for each in tensors])
 
 
 def delta_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A depthwise convolution of all channels `[K' * C, 1, taps]`, to `[K', C, taps]`."""
-    yield from _in_rows(_by_key_head(arch, tensors[0][:, 0]))
+    yield from _side_by_side(_by_key_head(arch, tensors[0][:, 0]))
 
 
 def by_value_head(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Vectors `[V']`, as A_log and dt_bias, to `[K', 2, r]`."""
     heads, _, _, group = _recurrent_parts(arch)
-    yield from _in_rows([each.reshape(heads, 1, group) for each in tensors])
+    yield from _side_by_side([each.reshape(heads, 1, group) for each in tensors])
 
 
 def delta_rates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -387,17 +376,17 @@ def _mamba_channels(arch: ModelArch, tensor: Tensor) -> Iterator[Tensor]:
 
 def mamba_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """z; x, B and C; dt, to `[K', rows, D]`: C, B, x, z and dt of each group."""
-    yield from _in_rows(_of_mamba(arch, tensors[0]))
+    yield from _side_by_side(_of_mamba(arch, tensors[0]))
 
 
 def mamba_channels_and_gates(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Of the same, all but dt."""
-    yield from _in_rows(_of_mamba(arch, tensors[0])[:-1])
+    yield from _side_by_side(_of_mamba(arch, tensors[0])[:-1])
 
 
 def mamba_steps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Of the same, dt, to `[K', r, D]`."""
-    yield from _in_rows(_of_mamba(arch, tensors[0])[-1:])
+    yield from _side_by_side(_of_mamba(arch, tensors[0])[-1:])
 
 
 def _of_mamba(arch: ModelArch, of_all: Tensor) -> list[Tensor]:
@@ -410,12 +399,12 @@ def _of_mamba(arch: ModelArch, of_all: Tensor) -> list[Tensor]:
 
 def mamba_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A depthwise convolution of all channels `[K' * C, 1, taps]`, to `[K', C, taps]`."""
-    yield from _in_rows(_mamba_channels(arch, tensors[0][:, 0]))
+    yield from _side_by_side(_mamba_channels(arch, tensors[0][:, 0]))
 
 
 def mamba_bias(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Its bias `[K' * C]`, to `[K', C]`."""
-    yield from _in_rows(_mamba_channels(arch, tensors[0]))
+    yield from _side_by_side(_mamba_channels(arch, tensors[0]))
 
 
 def mamba_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -426,7 +415,7 @@ def mamba_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
 def conv_inputs(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """What makes b, c and x of all channels, one after the other `[3 * K' * C, D]`, to `[K', 3 C, D]`."""
     groups = _recurrent_parts(arch)[0]
-    yield from _in_rows(each.reshape(groups, -1, each.shape[1]) for each in np.split(tensors[0], 3))
+    yield from _side_by_side(each.reshape(groups, -1, each.shape[1]) for each in np.split(tensors[0], 3))
 
 
 def conv_taps(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:

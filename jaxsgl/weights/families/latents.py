@@ -52,7 +52,7 @@ def of_groups(*, has_index: bool) -> dict[Path, Recipe]:
         ("attention", "group_bias"): Recipe(
             both("position_bias", ("AM", "AE"), ("AM", "AK")), pieces.parts_of_groups_by_place
         ),
-        ("attention", "group_norm"): Recipe(both("kv_norm.weight", ("H",), ("AI",)), pieces.one_after_another),
+        ("attention", "group_norm"): Recipe(both("kv_norm.weight", ("H",), ("AI",)), pieces.in_rows),
     }
 
 
