@@ -34,11 +34,6 @@ class KeptHeads:
         """Numbers that each of them has of the width."""
         return self.width // self.together
 
-    @property
-    def num_numbers(self) -> int:
-        """Numbers that the cache keeps of a token's keys."""
-        return self.kept_heads * self.width
-
     def takes(self, head_dim: int) -> bool:
         """Whether heads of this size can be kept so."""
         return self.num_kv_heads % self.kept_heads == 0 == self.width % self.together and head_dim <= self.share

@@ -177,15 +177,12 @@ class EncodeInputs:
       rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes past its end. Where
         tiles are joined, `[bins, tokens, 9]`: that, four of the tower's tokens that make it, and the bits of their
         float32 weights; P stands for what ends a line.
-      num_images, num_patches: real ones.
     """
 
     bucket: EncodeBucket
     pixels: npt.NDArray[np.uint8]
     columns: IntArray
     rows: IntArray
-    num_images: int
-    num_patches: int
 
     @property
     def cost_patches(self) -> int:
@@ -390,7 +387,6 @@ def pack(
     rows = np.full((bucket.num_bins, shape.tokens_of(size)), capacity.num_rows + 1, np.int32)
     if shape.joined_side:
         rows = np.stack([rows, *[np.zeros_like(rows)] * (2 * JOINED_TAPS)], axis=-1)
-    num_patches = 0
     for b, images in enumerate(bins):
         first = first_window = 0
         for segment, (item, of_tokens) in enumerate(images):
@@ -414,10 +410,9 @@ def pack(
                 of_item[:, 1 : 1 + JOINED_TAPS] = np.where(taps == LINE_END, size, taps + first)
                 of_item[:, 1 + JOINED_TAPS :] = weights.view(np.int32)
             first, first_window = stop, first_window + layout.num_windows
-        num_patches += first
     for array in (pixels, columns, rows):
         array.flags.writeable = False
-    return EncodeInputs(bucket, pixels, columns, rows, sum(map(len, bins)), num_patches)
+    return EncodeInputs(bucket, pixels, columns, rows)
 
 
 @lru_cache(maxsize=KEPT_GRIDS // 8)

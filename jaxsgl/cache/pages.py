@@ -79,12 +79,6 @@ def rows_of(slots: ArrayT, heads: ArrayT, num_heads: int, page_size: int) -> Arr
     return rows
 
 
-def place_of(numbers: ArrayT, page_size: int) -> ArrayT:
-    """The places of slots or positions within their pages; arrays of NumPy or of JAX."""
-    places: ArrayT = numbers % page_size
-    return places
-
-
 def slots_on(pages: ArrayT, positions: ArrayT, page_size: int) -> ArrayT:
     """The slots of `positions`, which lie on `pages`; arrays of NumPy or of JAX."""
     slots: ArrayT = pages * page_size + positions % page_size

@@ -67,7 +67,6 @@ class RadixCache:
     keeps = True
 
     def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
         self._clock = 0  # counts uses; the order of uses is all that LRU needs
         self._serial = 0  # breaks ties in the heap, nodes don't compare
         self._root = Node(None, np.empty((0, page_size), dtype=np.int32), NO_PAGES, 0)

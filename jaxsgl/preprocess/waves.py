@@ -70,7 +70,7 @@ class Wave:
 
     def __init__(self, content: bytes, name: str) -> None:
         """Raises `InvalidRequest`; `name` says in errors which file it is."""
-        self._content, self._name = content, name
+        self._content = content
         at, form, self._data = 12, None, None
         for _ in range(MOST_CHUNKS):
             kind, size = content[at : at + 4], int.from_bytes(content[at + 4 : at + 8], "little")

@@ -11,7 +11,6 @@ scheduler/disagg/ decides what is said.
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -257,8 +256,3 @@ def page_frames(room: Room, first_page: int, data: np.ndarray, per_frame: int) -
         (Pages(room, first_page + start, len(flat[start : start + per_frame])), flat[start : start + per_frame])
         for start in range(0, len(data), per_frame)
     ]
-
-
-def page_bytes_of(page_shape: Sequence[int], itemsize: int) -> int:
-    """Returns the bytes of a page."""
-    return math.prod(page_shape) * itemsize

@@ -54,14 +54,12 @@ class GgufFiles:
     """The files of one model. Raises `CheckpointError` for one that is truncated or something else.
 
     Attributes:
-      paths: of the files.
       metadata: values by key; those of the first file.
       tensors: by the names of the files.
     """
 
     def __init__(self, paths: list[Path]) -> None:
         gguf = gguf_package()
-        self.paths = paths
         self.metadata: Mapping[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         for index, path in enumerate(paths):

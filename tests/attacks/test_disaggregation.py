@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import random
 import re
@@ -18,7 +19,7 @@ import httpx
 import pytest
 from bench.processes import free_ports
 
-from jaxsgl.transfer.frames import Fail, Geometry, Open, Pages, Ping, WireError, encode, page_bytes_of, room_of
+from jaxsgl.transfer.frames import Fail, Geometry, Open, Pages, Ping, WireError, encode, room_of
 from jaxsgl.transfer.tcp import TcpWire
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, running_server
@@ -27,7 +28,7 @@ from tests.transfer.strangers import Relay, greet
 
 PATIENCE_S = 120.0
 SHAPE = (2, 2, 2, 16, 8)
-A_GEOMETRY = Geometry(16, "float32", SHAPE, page_bytes_of(SHAPE, 4), "guessed", 0)
+A_GEOMETRY = Geometry(16, "float32", SHAPE, math.prod(SHAPE) * 4, "guessed", 0)
 NUM_CONNECTIONS = 1000
 FIRST_ROOM = itertools.count(1)
 

@@ -105,7 +105,7 @@ def test_pages_on_tpus_have_a_form_that_kernels_take_and_waste_little(
     fills_a_tile = tokens > 1 or heads.kept_heads in (2, 4, 8)  # of bfloat16
     pages: Any = jax.ShapeDtypeStruct((9, heads.kept_heads, tokens, heads.width), BFLOAT16)
     assert (refuse_pages(pages) is None) == fills_a_tile
-    wasted = heads.num_numbers / (num_kv_heads * head_dim)
+    wasted = heads.kept_heads * heads.width / (num_kv_heads * head_dim)
     if head_dim in (32, 64) and (num_kv_heads == 8 or tokens % 128 == 0) and tokens > 1:
         assert wasted == 1
     assert wasted < 2 or (head_dim <= 64 and (num_kv_heads == 1 or tokens == 1))

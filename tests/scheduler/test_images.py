@@ -211,7 +211,8 @@ class WatchedEngine(FakeEngine):
         self._restored = 0
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
-        self.num_images.append(sum(call.num_images for call in inputs.encodes if isinstance(call, EncodeInputs)))
+        calls = [call for call in inputs.encodes if isinstance(call, EncodeInputs)]
+        self.num_images.append(sum(int(of_bin[:, -1].max()) + 1 for call in calls for of_bin in call.columns))
         self.num_restored.append(self._restored)
         self._restored = 0
         return super().submit(inputs)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
 import pytest
 
 from jaxsgl.shared_secret import endpoint
-from jaxsgl.transfer.frames import Geometry, WireError, page_bytes_of
+from jaxsgl.transfer.frames import Geometry, WireError
 from jaxsgl.transfer.greeting import Greeting, greeting
 from tests.grids import count
 
 SHAPE = (2, 2, 2, 16, 8)
-GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny", 64)
+GEOMETRY = Geometry(16, "bfloat16", SHAPE, math.prod(SHAPE) * 2, "tiny", 64)
 SECRET = b"s" * 32
 AT = endpoint(("10.0.0.5", 8998))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -27,7 +28,6 @@ from jaxsgl.transfer.frames import (
     Ping,
     Rows,
     encode,
-    page_bytes_of,
     page_frames,
     room_of,
 )
@@ -37,7 +37,7 @@ from jaxsgl.transfer.wire import Event, Left, News, Sent
 from tests.transfer.strangers import Relay, greet
 
 SHAPE = (2, 2, 2, 16, 8)
-GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny", 64)
+GEOMETRY = Geometry(16, "bfloat16", SHAPE, math.prod(SHAPE) * 2, "tiny", 64)
 ROOM = room_of(7, [1, 2, 3])
 PATIENCE_S = 30.0
 

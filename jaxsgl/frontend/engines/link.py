@@ -29,7 +29,6 @@ from jaxsgl.messages.orders import (
     Command,
     FromEngine,
     News,
-    Ping,
     ToMailbox,
     Withdraw,
     first_number,
@@ -356,12 +355,6 @@ class EngineLink:
             if not (answer.done() and not answer.cancelled()):
                 with contextlib.suppress(EngineUnavailable):
                     self.send(Withdraw(number))
-
-    async def check_alive(self, timeout_s: float) -> None:
-        """Raises `EngineUnavailable` unless the engine's loop turns within `timeout_s` seconds."""
-        if self.refusal is not None:
-            raise EngineUnavailable(self.refusal)
-        await self.ask(Ping, timeout_s)
 
     async def next_token(self) -> None:
         """Waits until the engine has made a token, of whatever request."""

@@ -161,11 +161,6 @@ class Replicas:
         return min((link.state for link in self.links), key=STATES.index)
 
     @property
-    def num_running(self) -> int:
-        """Requests that no engine has ended yet."""
-        return sum(link.num_running for link in self.links)
-
-    @property
     def num_open(self) -> int:
         """Calls whose `open` block has not ended."""
         return sum(link.num_open for link in self.links)
