@@ -21,12 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import SWIZZLE_BYTES, WGMMA_ROWS, in_layout, iota, matmul, scalar_of
+from pallas_kernels.hopper.scores import LOWEST, shape_scores, to_matrix
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE
 
-_LOG2_E = math.log2(math.e)
-# Where a row's top score starts: below any real score, finite, so that hidden scores of -inf weigh 0 and not NaN.
-_LOWEST = -1e30
 # Columns of a swizzled tile of 2-byte numbers.
 _SWIZZLED_COLUMNS = SWIZZLE_BYTES // 2
 
@@ -228,7 +226,7 @@ class Program:
                 pl.when(is_last)(queries_read)
             if not self.is_widened:
                 refill(self.k)
-            scores, factor = self._scores(products)
+            scores, factor = shape_scores(self.options, self.head_dim, products)
             scores = self._mask(scores, tile, view)
             new_top = lax.max(top, jnp.max(scores, axis=1) * factor)
             weights = jnp.exp2(scores * factor - to_matrix(new_top, self.tile_tokens))
@@ -243,7 +241,7 @@ class Program:
                 refill(self.v, cursor.has_tile & jnp.logical_not(is_last) if self.is_chained else cursor.has_tile)
             return new_top, total, acc, self._after(stage), cursor
 
-        start = (self.column(_LOWEST), self.column(0.0), self._zero_rows(), stage, cursor)
+        start = (self.column(LOWEST), self.column(0.0), self._zero_rows(), stage, cursor)
         top, total, acc, stage, cursor = lax.fori_loop(begin, end, add_tile, start)
         # A row that has seen anything has a total of at least 1, the weight of its top score; else acc is 0.
         out = acc / to_matrix(lax.max(total, self.column(1.0)), self.head_dim)
@@ -288,18 +286,6 @@ class Program:
         window = self.options.sliding_window
         return View(0 if window is None else lax.max(last - window + 1, 0), last)
 
-    def _scores(self, products: jax.Array) -> tuple[jax.Array, float]:
-        """Turn products q . k into values, and the factor by which they become softmax scores times log2(e).
-
-        The factor is left to the exponential, where it costs nothing.
-        """
-        scale, cap = self.options.scale(self.head_dim), self.options.logit_soft_cap
-        if cap is None:
-            return products, scale * _LOG2_E
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)); the chip's own approximation of tanh is too coarse under a large cap.
-        growth = jnp.exp2(products * (2 * _LOG2_E * scale / cap))
-        return 1.0 - 2.0 / (1.0 + growth), cap * _LOG2_E
-
     def _is_seen(self, tile: jax.Array, view: View, shape: tuple[int, int], axis: int) -> jax.Array:
         """Which places of a tile the query sees, the tile's tokens lying along an axis of the shape."""
         position = tile * self.tile_tokens + iota(shape, axis, plgpu.Layout.WGMMA, interpret=self.interpret)
@@ -338,8 +324,3 @@ class Program:
     def _zero_rows(self) -> jax.Array:
         zeros = jnp.zeros((WGMMA_ROWS, self.head_dim), jnp.float32)
         return in_layout(zeros, plgpu.Layout.WGMMA, interpret=self.interpret)
-
-
-def to_matrix(column: jax.Array, width: int) -> jax.Array:
-    """`[64]` to `[64, width]`."""
-    return lax.broadcast_in_dim(column, (WGMMA_ROWS, width), (0,))

@@ -5,7 +5,6 @@ Called by `extend`.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,11 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import WGMMA_ROWS, in_layout, iota, matmul, overlapped, store_plain
 from pallas_kernels.hopper.extend_plan import Item, Plan, Refs, for_each_item
+from pallas_kernels.hopper.scores import LOWEST, shape_scores, to_matrix
+from pallas_kernels.partition import LOG2_E
 
-_LOG2_E = math.log2(math.e)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-# Where a row's top score starts: below any real score, finite, so that hidden scores of -inf weigh 0 and not NaN.
-_LOWEST = -1e30
 
 
 def consume(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
@@ -64,10 +62,10 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
 
     def weigh(step: jax.Array, top: jax.Array, total: jax.Array, scores: jax.Array) -> tuple[jax.Array, ...]:
         plgpu.barrier_arrive(refs.free.at[plan.barrier_of(done + step, 0)])
-        scores, factor = _shape_scores(plan, scores)
+        scores, factor = shape_scores(plan.options, plan.head_dim, scores)
         scores = _hide(plan, step * plan.tile_tokens, (lowest, last), place, scores)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
-        weights = jnp.exp2(scores * factor - _to_rows(new_top, plan.tile_tokens))
+        weights = jnp.exp2(scores * factor - to_matrix(new_top, plan.tile_tokens))
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=1)
         new_top, total, shrink, weights = lax.optimization_barrier((new_top, total, shrink, weights))
@@ -92,14 +90,14 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
             interpret=plan.interpret,
         )
         plgpu.barrier_arrive(refs.free.at[v_barrier])
-        return top, total, weights.astype(refs.v_tiles.dtype), acc * _to_rows(shrink, plan.head_dim)
+        return top, total, weights.astype(refs.v_tiles.dtype), acc * to_matrix(shrink, plan.head_dim)
 
     def attend() -> tuple[jax.Array, jax.Array]:
         plgpu.barrier_wait(refs.q_arrived)
         wait_for_k_and_turn(done)
         q_tile, k_tile = operands(done)
         scores = matmul(q_tile, k_tile, transpose_b=True, meanwhile=give_turn, interpret=plan.interpret)
-        first = (_full(plan, _LOWEST, None), _full(plan, 0.0, None))
+        first = (_full(plan, LOWEST, None), _full(plan, 0.0, None))
         top, total, _, weights = weigh(jnp.int32(0), *first, scores)
         state = (top, total, weights.astype(refs.v_tiles.dtype), _full(plan, 0.0, plan.head_dim))
         top, total, weights, acc = lax.fori_loop(1, item.num_steps, add_tile, state)
@@ -120,7 +118,7 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
 
     total, acc = lax.cond(item.num_steps > 0, attend, nothing)
     # A row that sees anything has a total of at least 1, the weight of its top score; without steps acc is 0.
-    return acc * _to_rows(1.0 / jnp.maximum(total, jnp.ones_like(total)), plan.head_dim)
+    return acc * to_matrix(1.0 / jnp.maximum(total, jnp.ones_like(total)), plan.head_dim)
 
 
 def _sinks_of_rows(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item) -> jax.Array:
@@ -128,22 +126,9 @@ def _sinks_of_rows(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item) -> 
     row = iota((WGMMA_ROWS,), 0, _ROWS, interpret=plan.interpret) + warpgroup * WGMMA_ROWS
     sinks = _full(plan, 0.0, None)
     for group in range(plan.num_groups):  # the rows of a group follow those of the one before
-        sink = refs.sinks[item.kv_head * plan.num_groups + group] * _LOG2_E
+        sink = refs.sinks[item.kv_head * plan.num_groups + group] * LOG2_E
         sinks = jnp.where(row >= group * plan.tile_queries, _full(plan, sink, None), sinks)
     return sinks
-
-
-def _shape_scores(plan: Plan, scores: jax.Array) -> tuple[jax.Array, float]:
-    """Turn products q . k into values, and the factor by which they become softmax scores times log2(e).
-
-    The factor is left to the exponential, where it costs nothing.
-    """
-    scale, cap = plan.options.scale(plan.head_dim), plan.options.logit_soft_cap
-    if cap is None:
-        return scores, scale * _LOG2_E
-    # tanh(x) = 1 - 2 / (1 + exp(2 x)); the chip's own approximation of tanh is too coarse under a large cap.
-    growth = jnp.exp2(scores * (2 * _LOG2_E * scale / cap))
-    return 1.0 - 2.0 / (1.0 + growth), cap * _LOG2_E
 
 
 def _hide(
@@ -160,7 +145,7 @@ def _hide(
 
     def hide(scores: jax.Array) -> jax.Array:
         column = iota(scores.shape, 1, plgpu.Layout.WGMMA, interpret=plan.interpret)
-        limit = _to_rows(place - tile_begin, plan.tile_tokens)
+        limit = to_matrix(place - tile_begin, plan.tile_tokens)
         is_seen = column <= limit
         if window is not None:
             is_seen &= column > limit - window
@@ -213,7 +198,3 @@ def _full(plan: Plan, value: Any, width: int | None) -> jax.Array:
     """A constant: one per row, or `[64, width]`."""
     shape, layout = ((WGMMA_ROWS,), _ROWS) if width is None else ((WGMMA_ROWS, width), plgpu.Layout.WGMMA)
     return in_layout(jnp.full(shape, value, jnp.float32), layout, interpret=plan.interpret)
-
-
-def _to_rows(column: jax.Array, width: int) -> jax.Array:
-    return lax.broadcast_in_dim(column, (WGMMA_ROWS, width), (0,))
