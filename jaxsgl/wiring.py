@@ -369,7 +369,7 @@ def _host_tier(
         return None, None
     engine = whole(engine)
     layout = engine.page_layout
-    before = None if former is None else former.ranks[0].cache.tier
+    before = None if former is None else former.ranks[0].tier
     if before is not None:
         arena = before.host.arena
     else:
@@ -421,7 +421,7 @@ def file_of_prefixes(config: EngineConfig, engine: Engine) -> Path | None:
 
 def _take_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler) -> None:
     """Fills the host tier with what the last start has kept."""
-    tier = scheduler.cache.tier
+    tier = scheduler.tier
     path = None if tier is None else file_of_prefixes(config, whole(engine))
     if path is not None and tier is not None:
         kv_file.clear_unfinished(path.parent)
@@ -432,12 +432,11 @@ def _take_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: Scheduler
 
 def keep_prefixes(config: EngineConfig, engine: AnyEngine, scheduler: AnyScheduler) -> None:
     """Writes all that is cached to the file, as far as host memory holds it. A failure is logged."""
-    cache = scheduler.ranks[0].cache  # of several ranks none has a tier
-    tier = cache.tier
+    tier = scheduler.ranks[0].tier  # of several ranks none has one
     path = None if tier is None else file_of_prefixes(config, whole(engine))
     if path is None or tier is None:
         return
-    if not cache.is_original or engine.weight_store.released:
+    if not scheduler.ranks[0].cache.is_original or engine.weight_store.released:
         logger.warning("prefixes are not kept: the weights were exchanged or released since the start")
         return
     start_s = time.monotonic()

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.audit import LastOwners, audit
-from jaxsgl.cache.host_pages import HostPage, extend_names
+from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.pages import (
     DUMMY_PAGE,
     IntArray,
@@ -44,7 +44,7 @@ from jaxsgl.cache.pages import (
     tokens_in,
 )
 from jaxsgl.cache.prefix import CacheObserver, Edge, Insertion, Match, Peek, PrefixCache
-from jaxsgl.cache.tiers import HostTier
+from jaxsgl.cache.tiers import LowerTier
 
 _SOURCE = b"\xfd"
 _ADAPTER = b"\xfe"
@@ -100,7 +100,7 @@ class CacheManager:
     """Pages, rows and prefixes of one KV pool.
 
     Attributes:
-      tier: pages in host memory; None if there is no such tier.
+      tier: the tier below the pool.
       snapshots: the books of states that are kept with prefixes.
       num_evicted: pages that were evicted so far.
       num_retired: how often weights were exchanged so far.
@@ -112,7 +112,7 @@ class CacheManager:
         page_size: int,
         table: PageTable,
         prefixes: PrefixCache,
-        tier: HostTier | None = None,
+        tier: LowerTier = LowerTier(),
         snapshots: SnapshotBooks = SnapshotBooks(),
     ) -> None:
         self.page_size = page_size
@@ -124,10 +124,9 @@ class CacheManager:
         self.num_retired = 0
         self._num_changes = 0  # of what is cached, besides those that steps make
         self._allocator = PageAllocator(num_pages)
-        self._observer: CacheObserver | None = None
+        self._observer = CacheObserver()
         self._last_owners = LastOwners(num_pages, len(table.pages))
-        if tier is not None:
-            tier.host.on_gone = self._gone_from_host
+        tier.tell_gone(self._gone_from_host)
 
     @property
     def num_pages(self) -> int:
@@ -157,18 +156,17 @@ class CacheManager:
     @property
     def num_page_ids(self) -> int:
         """Numbers by which an observer is told of pages: those of the pool, then those of places in host memory."""
-        return self.num_pages + (0 if self.tier is None else self.tier.host.num_pages)
+        return self.num_pages + self.tier.num_pages
 
     @property
     def epoch(self) -> int:
         """Rises when a waiting request may find room or a prefix that it did not find, though no request ended."""
-        return self._num_changes + (0 if self.tier is None else self.tier.epoch)
+        return self._num_changes + self.tier.epoch
 
     def edges(self) -> Iterator[Edge]:
         """All that is cached in any tier, parents before children, by the numbers that an observer is told."""
         yield from self.prefixes.edges()
-        if self.tier is not None:
-            yield from self.tier.edges(self.num_pages)
+        yield from self.tier.edges(self.num_pages)
 
     def observe(self, observer: CacheObserver) -> None:
         """Tells `observer` of all changes of the prefix cache from now on; there is only one observer."""
@@ -185,14 +183,14 @@ class CacheManager:
     def acquire(self, match: Match, owner: str = "", salt: bytes = b"", names: list[bytes] | None = None) -> Lease:
         """Takes a row and locks the prefix matched under `salt` for `owner`, a name for the report of a leak.
 
-        `names` are those of the request's pages, as far as they are known, if there is a tier.
+        `names` are those of the request's pages, as far as they are known; the lease adds to the list.
         """
+        names = [] if names is None else names
         self.prefixes.lock(match.handle)
         row, num_pages = self.table.take_row(), len(match.pages)
         self.table.put(row, 0, match.pages)
         self._last_owners.of_row[row] = owner
-        if self.tier is not None and names is not None:
-            self.tier.reused(names, match.pages)
+        self.tier.reused(names, match.pages)
         num_tokens = tokens_in(num_pages, self.page_size)
         lease = Lease(row, num_pages, num_tokens, num_pages, match.handle, owner, salt, names)
         self.snapshots.begin(lease, match)
@@ -228,11 +226,10 @@ class CacheManager:
         row = self.table.pages[lease.row]
         token_pages = as_pages(token_ids, self.page_size)
         done = self.prefixes.insert(token_pages, row[:num_full], lease.handle, lease.salt)
-        if self.tier is not None and lease.names is not None:
-            extend_names(lease.names, token_pages, lease.salt)
-            self.tier.entered(lease.names, done.pages, done.num_existing, token_pages, lease.salt)
-        if self._observer is not None and not lease.salt:
-            self._tell_stored(self._observer, token_pages, done, lease.names)
+        self.tier.name(lease.names, token_pages, lease.salt)
+        self.tier.entered(lease.names, done.pages, done.num_existing, token_pages, lease.salt)
+        if not lease.salt:
+            self._tell_stored(token_pages, done, lease.names)
         self.prefixes.lock(done.handle)
         self.prefixes.unlock(lease.handle)
         self._allocator.free(row[lease.num_shared : done.num_existing])
@@ -257,22 +254,20 @@ class CacheManager:
         self._num_changes += 1
         token_pages = as_pages(token_ids, self.page_size)[: first_page + num_pages]
         match, names = self.prefixes.match(token_pages, salt), list[bytes]()
-        num_cached, hosted = len(match.pages), list[HostPage]()
-        if self.tier is not None:
-            extend_names(names, token_pages, salt)
-            hosted = self.tier.run_of(names[:first_page], num_cached)
+        num_cached = len(match.pages)
+        self.tier.name(names, token_pages, salt)
+        hosted = self.tier.run_of(names[:first_page], num_cached)
         if num_cached + len(hosted) < first_page or num_cached == len(token_pages):
             return match.pages[:0], None
         self.prefixes.lock(match.handle)
         pages = self._allocate(len(token_pages) - num_cached)
         self._last_owners.of_page[pages] = owner
         done = self.prefixes.insert(token_pages, np.concatenate((match.pages, pages)), None, salt)
-        if self.tier is not None:
-            self.tier.entered(names, done.pages, done.num_existing, token_pages, salt)
+        self.tier.entered(names, done.pages, done.num_existing, token_pages, salt)
         self.prefixes.unlock(match.handle)
-        if self._observer is not None and not salt:
-            self._tell_stored(self._observer, token_pages, done, names)
-        return pages, self.tier.load(hosted) if self.tier is not None and hosted else None
+        if not salt:
+            self._tell_stored(token_pages, done, names)
+        return pages, self.tier.load(hosted) if hosted else None
 
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""
@@ -292,10 +287,8 @@ class CacheManager:
         self._num_changes += 1
         pages = self.prefixes.flush()
         self._allocator.free(pages)
-        if self.tier is not None:
-            self.tier.left(pages)
-            self.tier.host.clear()
-        if self._observer is not None and len(pages):
+        self.tier.flush(pages)
+        if len(pages):
             if self.prefixes.num_pages:
                 self._observer.removed(pages)
             else:
@@ -308,15 +301,13 @@ class CacheManager:
         now would be replaced by what another one has computed before.
         """
         self._allocator.free(self.prefixes.flush())
-        if self.tier is not None:
-            self.tier.clear()
+        self.tier.clear()
         self.num_retired += 1
         self._num_changes += 1
         self.prefixes.rename(retired(self.num_retired))
         for lease in leases:
             lease.is_retired = True
-        if self._observer is not None:
-            self._observer.cleared()
+        self._observer.cleared()
 
     def go_on_from(self, former: CacheManager) -> None:
         """Counts exchanges of weights on from the cache in whose place this empty one comes."""
@@ -343,8 +334,7 @@ class CacheManager:
         """What is wrong with pages, rows and locks, given all leases, and all host pages that requests wait for."""
         leases = list(leases)
         found = audit(self._allocator, self.table, self.prefixes, leases, self._last_owners)
-        found += self.snapshots.wrong(leases)
-        return found if self.tier is None else found + self.tier.wrong(self.prefixes.owned_pages(), loading)
+        return found + self.snapshots.wrong(leases) + self.tier.wrong(self.prefixes, loading)
 
     def check(self, leases: Iterable[Lease], loading: Iterable[HostPage] = ()) -> None:
         """Raises AssertionError if `leaks` finds anything, with what it finds."""
@@ -373,33 +363,26 @@ class CacheManager:
             evicted = self.prefixes.evict(missing)
             self.num_evicted += len(evicted)
             self._allocator.free(evicted)
-            if self.tier is not None:
-                evicted = self._move_to_host(self.tier, evicted)
-            if self._observer is not None:
-                self._observer.removed(evicted)
+            self._observer.removed(self._move_to_host(evicted))
         return self._allocator.allocate(count)
 
-    def _move_to_host(self, tier: HostTier, evicted: IntArray) -> IntArray:
+    def _move_to_host(self, evicted: IntArray) -> IntArray:
         """Returns those of the `evicted` pages that are in no tier; the others go on in host memory."""
-        hosted, slots = tier.left(evicted)
-        if self._observer is not None and len(hosted):
-            self._observer.moved(hosted, self.num_pages + slots)
+        hosted, slots = self.tier.left(evicted)
+        if not len(hosted):
+            return evicted
+        self._observer.moved(hosted, self.num_pages + slots)
         return np.setdiff1d(evicted, hosted)
 
     def _gone_from_host(self, slots: Sequence[int]) -> None:
-        if self._observer is not None:
-            self._observer.removed(self.num_pages + np.array(slots, np.int32))
+        self._observer.removed(self.num_pages + np.array(slots, np.int32))
 
-    def _tell_stored(
-        self, observer: CacheObserver, token_pages: IntArray, done: Insertion, names: list[bytes] | None
-    ) -> None:
-        """Tells `observer` of the pages that the cache took, if any; those that are hosted have been stored before."""
+    def _tell_stored(self, token_pages: IntArray, done: Insertion, names: list[bytes]) -> None:
+        """Tells the observer of the pages that the cache took, if any; those that are hosted were stored before."""
         first = done.num_existing
-        if self.tier is not None and names is not None:
-            slots = np.array(self.tier.hosted_slots(names[first : len(done.pages)]), np.int32)
-            if len(slots):
-                observer.moved(self.num_pages + slots, done.pages[first : first + len(slots)])
+        if slots := self.tier.hosted_slots(names[first : len(done.pages)]):
+            self._observer.moved(self.num_pages + np.array(slots, np.int32), done.pages[first : first + len(slots)])
             first += len(slots)
         if first < len(done.pages):
             parent = int(done.pages[first - 1]) if first else DUMMY_PAGE
-            observer.stored(token_pages[first:], done.pages[first:], parent)
+            self._observer.stored(token_pages[first:], done.pages[first:], parent)

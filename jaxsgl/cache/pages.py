@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -227,7 +227,7 @@ class Lease:
       handle: the locked prefix of `num_shared` pages.
       owner: the request's name, for the report of a leak.
       salt: of the request; its pages are shared with requests of an equal salt alone.
-      names: of its leading full pages, as far as they are known, if there is a host tier; see host_pages.py.
+      names: of its leading full pages, as far as they are known; [] if no tier goes by names. See host_pages.py.
       source: the place of the state that its first step reads, until that is launched; see snapshots.py.
       borders: (tokens, place) of states at its page borders, while it decodes.
       is_retired: a part of what it holds is of weights of the past, so that nothing of it is shared any more.
@@ -240,7 +240,7 @@ class Lease:
     handle: Hashable
     owner: str
     salt: bytes = b""
-    names: list[bytes] | None = None
+    names: list[bytes] = field(default_factory=list)
     source: int | None = None
     borders: tuple[tuple[int, int], ...] = ()
     is_retired: bool = False

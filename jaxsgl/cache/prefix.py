@@ -267,27 +267,24 @@ class NaiveCache:
         return []
 
 
-class CacheObserver(Protocol):
+class CacheObserver:
     """Is notified of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`.
 
-    Prefixes under a salt are private: they are never `stored`, but their pages may be among those `removed`.
+    Prefixes under a salt are private: they are never `stored`, but their pages may be among those `removed`. This one
+    notes nothing.
     """
 
     def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
         """`pages [n]` with `token_pages [n, page_size]` follow page `parent` (the dummy page: none)."""
-        ...
 
     def removed(self, pages: IntArray) -> None:
         """`pages [n]` were evicted or flushed."""
-        ...
 
     def moved(self, pages: IntArray, to: IntArray) -> None:
         """What `pages [n]` held is cached as `to [n]` now: in the other tier, see `CacheManager.num_page_ids`."""
-        ...
 
     def cleared(self) -> None:
         """The cache is empty now."""
-        ...
 
 
 def page_hashes(token_pages: IntArray, parent: int | None) -> list[int]:

@@ -15,16 +15,16 @@ apply.py begins and ends writes and loads.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.cache.host_pages import HostPage, HostPages
+from jaxsgl.cache.host_pages import HostPage, HostPages, extend_names
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge
+from jaxsgl.cache.prefix import NO_PAGES, Edge, PrefixCache
 from jaxsgl.config.features import WRITE_POLICIES
 
 WRITE_THROUGH, WRITE_AFTER_REUSE = WRITE_POLICIES
@@ -44,8 +44,65 @@ class _Cached(NamedTuple):
     tokens: IntArray | None
 
 
-class HostTier:
-    """The tier below one pool.
+class LowerTier:
+    """What the manager tells a tier below the pool, and asks of it. This one: there is none.
+
+    Attributes:
+      epoch: rises with each write that ends: a waiting request may load those pages.
+    """
+
+    epoch = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Places for pages."""
+        return 0
+
+    def tell_gone(self, listener: Callable[[list[int]], None]) -> None:
+        """Tells `listener` from now on the places of pages that can't be found any more."""
+
+    def name(self, names: list[bytes], token_pages: IntArray, salt: bytes) -> None:
+        """Adds to the first `names` of `token_pages [n, ..]` under `salt` the others, if this tier goes by names."""
+
+    def run_of(self, names: Sequence[bytes], first: int) -> list[HostPage]:
+        """The hosted pages of a prefix from page `first` on. Changes nothing."""
+        return []
+
+    def load(self, pages: Sequence[HostPage]) -> npt.NDArray[Any]:
+        """A copy of what `pages` hold, for the pool."""
+        raise AssertionError("no page is hosted")
+
+    def entered(self, names: Sequence[bytes], pages: IntArray, first: int, token_pages: IntArray, salt: bytes) -> None:
+        """The prefix tree took `pages [n]` [first:] of the prefix with these `names [n]` and `token_pages [n, ..]`."""
+
+    def reused(self, names: Sequence[bytes], pages: IntArray) -> None:
+        """A request was admitted with `pages [n]` of the prefix tree, which have the first of `names`."""
+
+    def left(self, pages: IntArray) -> tuple[IntArray, IntArray]:
+        """The prefix tree dropped `pages`: returns those that are hosted, and their places in host memory."""
+        return NO_PAGES, NO_PAGES
+
+    def flush(self, pages: IntArray) -> None:
+        """The prefix tree dropped `pages`, and so is all that is hosted."""
+
+    def edges(self, first_number: int) -> Iterator[Edge]:
+        """Pages that are on the host alone, parents first, one by one; that at place i is number `first_number` + i."""
+        return iter(())
+
+    def hosted_slots(self, names: Sequence[bytes]) -> list[int]:
+        """The places in host memory of the first of `names` that are hosted."""
+        return []
+
+    def clear(self) -> None:
+        """Forgets all pages of both tiers; writes in flight are dropped when their gathers end."""
+
+    def wrong(self, prefixes: PrefixCache, loading: Iterable[HostPage]) -> list[str]:
+        """What is wrong with both tiers, if `prefixes` is the prefix tree; see `HostPages.wrong`."""
+        return []
+
+
+class HostTier(LowerTier):
+    """The tier below one pool, in host memory.
 
     Args:
       host: the pages in host memory.
@@ -57,7 +114,6 @@ class HostTier:
       num_written: pages that were written so far.
       num_not_written: pages that found no room in host memory.
       num_loaded: pages that were copied to the pool so far.
-      epoch: rises with each write that ends: a waiting request may load those pages.
     """
 
     def __init__(self, host: HostPages, policy: str, most_pages: int) -> None:
@@ -85,17 +141,30 @@ class HostTier:
         """The device pages to write next, `most_pages` at most. Changes nothing."""
         return tuple(islice(self._to_write, self.most_pages))
 
+    @property
+    def num_pages(self) -> int:
+        """See `LowerTier`."""
+        return self.host.num_pages
+
+    def tell_gone(self, listener: Callable[[list[int]], None]) -> None:
+        """See `LowerTier`."""
+        self.host.on_gone = listener
+
+    def name(self, names: list[bytes], token_pages: IntArray, salt: bytes) -> None:
+        """See `LowerTier`."""
+        extend_names(names, token_pages, salt)
+
     def run_of(self, names: Sequence[bytes], first: int) -> list[HostPage]:
-        """The hosted pages of a prefix from page `first` on. Changes nothing."""
+        """See `LowerTier`."""
         return self.host.run_of(names, first)
 
     def load(self, pages: Sequence[HostPage]) -> npt.NDArray[Any]:
-        """A copy of what `pages` hold, for the pool."""
+        """See `LowerTier`."""
         self.num_loaded += len(pages)
         return self.host.read(pages)
 
     def entered(self, names: Sequence[bytes], pages: IntArray, first: int, token_pages: IntArray, salt: bytes) -> None:
-        """The prefix tree took `pages [n]` [first:] of the prefix with these `names [n]` and `token_pages [n, ..]`."""
+        """See `LowerTier`."""
         for i in range(first, len(pages)):
             page, name = int(pages[i]), names[i]
             parent, tokens = names[i - 1] if i else None, None if salt else token_pages[i].copy()
@@ -112,14 +181,14 @@ class HostTier:
                 self._remember(name)
 
     def reused(self, names: Sequence[bytes], pages: IntArray) -> None:
-        """A request was admitted with `pages [n]` of the prefix tree, which have the first of `names`."""
+        """See `LowerTier`."""
         for page, name in zip(pages.tolist(), names, strict=False):
             if self.host.get(name) is None and page in self._cached:
                 self._to_write[page] = None
         self.host.touch(names)
 
     def left(self, pages: IntArray) -> tuple[IntArray, IntArray]:
-        """The prefix tree dropped `pages`: returns those that are hosted, and their places in host memory."""
+        """See `LowerTier`."""
         hosted, slots = [], []
         for page in pages.tolist():
             cached = self._cached.pop(page, None)
@@ -136,8 +205,13 @@ class HostTier:
                 slots.append(entry.slot)
         return np.array(hosted, np.int32), np.array(slots, np.int32)
 
+    def flush(self, pages: IntArray) -> None:
+        """See `LowerTier`."""
+        self.left(pages)
+        self.host.clear()
+
     def edges(self, first_number: int) -> Iterator[Edge]:
-        """Pages that are on the host alone, parents first, one by one; that at place i is number `first_number` + i."""
+        """See `LowerTier`."""
         page_of = {known.name: page for page, known in self._cached.items()}
         for entry in self.host.all():
             if entry.tokens is None or entry.name in page_of:
@@ -148,7 +222,7 @@ class HostTier:
             yield Edge(entry.tokens[None], np.array([first_number + entry.slot], np.int32), parent)
 
     def hosted_slots(self, names: Sequence[bytes]) -> list[int]:
-        """The places in host memory of the first of `names` that are hosted."""
+        """See `LowerTier`."""
         slots = []
         for name in names:
             entry = self.host.get(name)
@@ -189,15 +263,15 @@ class HostTier:
                 self._to_write[page] = None
 
     def clear(self) -> None:
-        """Forgets all pages of both tiers; writes in flight are dropped when their gathers end."""
+        """See `LowerTier`."""
         for known in (self._cached, self._followers, self._to_write, self._seen):
             known.clear()
         self.host.clear()
 
-    def wrong(self, cached: IntArray, loading: Iterable[HostPage]) -> list[str]:
-        """What is wrong with both tiers, if `cached` are the pages of the prefix tree; see `HostPages.wrong`."""
+    def wrong(self, prefixes: PrefixCache, loading: Iterable[HostPage]) -> list[str]:
+        """See `LowerTier`."""
         found = self.host.wrong(self._writing, loading)
-        gone = self._cached.keys() - set(cached.tolist())
+        gone = self._cached.keys() - set(prefixes.owned_pages().tolist())
         found += [f"page {page} has a name, but is not cached" for page in gone]
         if len({known.name for known in self._cached.values()}) != len(self._cached):
             found.append("two cached pages have one name")

@@ -32,7 +32,7 @@ from jaxsgl.cache.pages import IntArray, Lease, PageTable
 from jaxsgl.cache.prefix import NaiveCache, PrefixCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.snapshots import SnapshotCache, Snapshots
-from jaxsgl.cache.tiers import HostTier
+from jaxsgl.cache.tiers import HostTier, LowerTier
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
@@ -111,6 +111,7 @@ class Scheduler:
 
     Attributes:
       queue_limits: what the queue takes.
+      tier: see above.
       state: what plans are made from.
       last_plan: of the last step that was decided.
       wake_fd: None: there is no news besides messages.
@@ -145,7 +146,8 @@ class Scheduler:
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         ops, requests = EngineOps(), RequestTable(config, clock)
-        cache, snapshots = _make_cache(capacity, radix_cache, tier)
+        self.tier = tier
+        cache, snapshots = _make_cache(capacity, radix_cache, LowerTier() if tier is None else tier)
         adapters = AdapterTable(
             ops, capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
         )
@@ -167,7 +169,7 @@ class Scheduler:
         )
         self.state.images = _make_images(self.state)
         states = None if snapshots is None else States(cache, snapshots, capacity.num_rows)
-        self.state.resources = _resources_of(self.state, loads, states, clock)
+        self.state.resources = _resources_of(self.state, tier, loads, states, clock)
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
         self._requests, self._resources = requests, self.state.resources
@@ -584,7 +586,7 @@ def _checked_eos(eos_token_ids: Iterable[int]) -> frozenset[int]:
     return ids
 
 
-def _make_cache(capacity: Capacity, radix_cache: bool, tier: HostTier | None) -> tuple[CacheManager, Snapshots | None]:
+def _make_cache(capacity: Capacity, radix_cache: bool, tier: LowerTier) -> tuple[CacheManager, Snapshots | None]:
     """An empty cache, and its snapshots of states; None: the model keeps none, or prefixes are not shared."""
     prefixes: PrefixCache = NaiveCache()
     snapshots: Snapshots | None = None
@@ -615,13 +617,16 @@ def _make_images(state: SchedulerState) -> Images | None:
 
 
 def _resources_of(
-    state: SchedulerState, loads: LoadRule | None, states: States | None, clock: Callable[[], float]
+    state: SchedulerState,
+    tier: HostTier | None,
+    loads: LoadRule | None,
+    states: States | None,
+    clock: Callable[[], float],
 ) -> tuple[Resource, ...]:
     """What requests hold besides KV pages, in the order in which plans draft it."""
     resources: list[Resource] = []
-    if state.cache.tier is not None and loads is not None:
-        tier, requests = state.cache.tier, state.requests
-        resources.append(HostCopies(state.cache, tier, loads, requests, state.ops, state.totals, clock))
+    if tier is not None and loads is not None:
+        resources.append(HostCopies(state.cache, tier, loads, state.requests, state.ops, state.totals, clock))
     if state.images is not None:
         resources.append(state.images)
     if state.capacity.max_adapters:

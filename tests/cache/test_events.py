@@ -6,11 +6,11 @@ import numpy as np
 
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, Lease, PageTable
-from jaxsgl.cache.prefix import NaiveCache, page_hashes
+from jaxsgl.cache.prefix import CacheObserver, NaiveCache, page_hashes
 from jaxsgl.cache.radix import RadixCache
 
 
-class Heard:
+class Heard(CacheObserver):
     """An observer that records its notifications."""
 
     def __init__(self) -> None:

@@ -117,7 +117,7 @@ def test_a_scheduler_in_the_place_of_another_has_its_memory_and_knows_of_other_w
     former.retire_cache()
     monkeypatch.setattr(wiring, "free_host_bytes", lambda: 0)
     (scheduler,) = build_scheduler(flags, engine, limited=False, former=former).ranks
-    assert not scheduler.cache.is_original and scheduler.cache.tier is not None and former.cache.tier is not None
-    assert scheduler.cache.tier.host.arena is former.cache.tier.host.arena
+    assert not scheduler.cache.is_original and scheduler.tier is not None and former.tier is not None
+    assert scheduler.tier.host.arena is former.tier.host.arena
     again, reply = answer(engine, scheduler, "after", PROMPTS[0])
     assert again == tokens and reply.cached_tokens == 0

@@ -94,7 +94,7 @@ class FailingStepper(Stepper):
 
 def held(scheduler: Scheduler) -> Iterator[str]:
     """What requests hold of any resource, in words."""
-    state, tier = scheduler.state, scheduler.cache.tier
+    state, tier = scheduler.state, scheduler.tier
     if state.images is not None:
         if state.images.pool.num_locked:
             yield f"{state.images.pool.num_locked} rows of images"

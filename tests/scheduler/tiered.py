@@ -80,7 +80,7 @@ class Stepper:
     @property
     def tier(self) -> HostTier:
         """That of the scheduler, which has one."""
-        tier = self.scheduler.cache.tier
+        tier = self.scheduler.tier
         assert tier is not None
         return tier
 

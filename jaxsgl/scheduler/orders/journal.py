@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, page_hashes
+from jaxsgl.cache.prefix import CacheObserver, Edge, page_hashes
 from jaxsgl.messages.replies import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 
-class CacheJournal:
-    """A `CacheObserver` that notes every change of the prefix cache as a message, and knows the name of each page.
+class CacheJournal(CacheObserver):
+    """Notes every change of the prefix cache as a message, and knows the name of each page.
 
     It leaves out what is cached under a salt: its tokens are private, and a gateway that sees tokens takes any worker
     that holds them to have them for every request.
