@@ -29,7 +29,7 @@ from jaxsgl.engine.drafting.draft import Drafting
 from jaxsgl.engine.drafting.drafters import load_drafting, with_drafting
 from jaxsgl.engine.kernels.choice import kernel_flags
 from jaxsgl.engine.kernels.tester import KernelTester
-from jaxsgl.engine.launcher import DeviceHandle, LaunchedHandle, Launcher
+from jaxsgl.engine.launcher import DeviceHandle, InLoop, LaunchedHandle, Launcher
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.page_io import PageIo, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
@@ -150,10 +150,11 @@ class Engine:
         self._runner = StepRunner(self.programs, self.arch, self._params, state, self.adapters, self._draft_leaves)
         if opened.platform == "cpu":
             use_large_pages(jax.tree.leaves((self._params, self._draft_leaves, state)))
-        self._launcher: Launcher | None = None  # until all programs have run once
+        self._launcher: InLoop | Launcher = InLoop()  # until all programs have run once
         one_has_all_logits = hosts.size == config.num_ranks == 1
         self._run_each_once(config, opened, memory.account, checks_tokens=one_has_all_logits)
-        self._launcher = Launcher() if mesh.size > 1 else None
+        if mesh.size > 1:
+            self._launcher = Launcher()
         parts.end("running each once")
         logger.debug("the engine's start: %s", parts)
         kv_bytes = states.page_bytes * self.capacity.num_pages * mesh.size
@@ -188,8 +189,6 @@ class Engine:
         the page table. Raises `JaxsglError` for a bucket that wasn't compiled, and what XLA raises, which a launching
         thread leaves to the handle; after that the engine can't go on.
         """
-        if self._launcher is None:
-            return self._runner.launch(inputs)
         return self._launcher.launch(partial(self._runner.launch, inputs))
 
     def _check_tokens(self, account: str, itemsize: int) -> None:
@@ -227,8 +226,7 @@ class Engine:
 
     def apply(self, op: EngineOp, number: int) -> None:
         """Submits an operation; never waits for the device. Those on pages only if the engine `moves_pages`."""
-        if self._launcher is not None:
-            self._launcher.settle()
+        self._launcher.settle()
         if isinstance(op, PlaceAdapter):
             assert self.adapters is not None, "no flag asked for adapters"
             self.adapters.place(op)
@@ -261,8 +259,7 @@ class Engine:
     def close(self) -> None:
         """Stops counting compilations and frees the device's memory."""
         self._compiles.close()
-        if self._launcher is not None:
-            self._launcher.close()
+        self._launcher.close()
         for array in jax.tree.leaves((self._runner.state, self._params, self._draft_leaves, self._walls)):
             if not array.is_deleted():
                 array.delete()

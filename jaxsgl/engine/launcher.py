@@ -97,6 +97,20 @@ class DeviceHandle:
         return np.asarray(self._chosen.drafts)[: self._inputs.num_seqs]
 
 
+class InLoop:
+    """Launches steps by the thread that calls it, in place of a `Launcher`."""
+
+    def launch(self, launch: Callable[[], T]) -> T:
+        """Launches a step."""
+        return launch()
+
+    def settle(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
 class Launcher:
     """Launches steps one after another, in order. After a launch that failed, each other one fails with its error."""
 
