@@ -343,8 +343,7 @@ class Applier:
             for resource in self._resources:
                 resource.not_launched()
             raise
-        for resource in self._resources:
-            inputs = resource.completed(inputs)
+        inputs = self._completed(inputs)
         reqs, decoding = [req for req, _ in (*plan.chunks, *plan.decodes)], [req for req, _ in plan.decodes]
         for req, num_tokens in plan.chunks:
             if req.launch_chunk(num_tokens):
@@ -358,18 +357,7 @@ class Applier:
         for resource in self._resources:
             resource.launched(plan.chunks)
         silent = frozenset([req for req, _ in plan.chunks if req.state is State.EXTENDING])
-        inputs = self._state.speculation.asking(inputs, [req for req in reqs if req not in silent])
-        numbers = [req.lease_number for req in reqs]
-        rows = [work.row for work in works]
-        starts = [work.start for work in works]
-        offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
-        step = InFlightStep(
-            reqs, numbers, starts, offsets, silent, num_chunks=len(plan.chunks), drafts_after=inputs.drafts
-        )
-        self._launched(inputs, step, rows)
-        self._state.timing.extends(inputs, works)
-        self._state.extended_last = True
-        return inputs
+        return self._launched_works(plan, inputs, reqs, works, silent)
 
     def _built(self, plan: StepPlan) -> tuple[list[Work], StepInputs]:
         """The batch of an extend step, and the work for each of its requests, whose pages are allocated."""
@@ -418,22 +406,8 @@ class Applier:
             )
             raise
         self._state.turns.launched(self._requests, reqs)
-        for resource in self._resources:
-            inputs = resource.completed(inputs)
-        inputs = self._state.speculation.asking(inputs, reqs)
-        numbers = [req.lease_number for req in reqs]
-        step = InFlightStep(
-            reqs,
-            numbers,
-            positions,
-            range(len(reqs) + 1),
-            num_steps=plan.num_steps,
-            dropped=plan.dropped,
-            drafts_after=inputs.drafts,
-        )
-        self._launched(inputs, step, rows)
+        inputs = self._launched(plan, self._completed(inputs), reqs, rows, positions, range(len(reqs) + 1))
         self._state.timing.decodes(inputs, positions_S, steps_S)
-        self._state.extended_last = False
         return inputs
 
     def _verify(self, plan: StepPlan) -> StepInputs:
@@ -445,21 +419,11 @@ class Applier:
         except Exception:
             blame((req, partial(self.builder.verify, [work])) for req, work in zip(reqs, works, strict=True))
             raise
-        for resource in self._resources:
-            inputs = resource.completed(inputs)
+        inputs = self._completed(inputs)
         for req, num_tokens in plan.decodes:
             if not req.launch_decode(num_tokens):
                 self._requests.moved(req)
-        inputs = self._state.speculation.asking(inputs, reqs)
-        numbers, starts = [req.lease_number for req in reqs], [work.start for work in works]
-        offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
-        step = InFlightStep(
-            reqs, numbers, starts, offsets, drafts=plan.drafts, dropped=plan.dropped, drafts_after=inputs.drafts
-        )
-        self._launched(inputs, step, [work.row for work in works])
-        self._state.timing.extends(inputs, works)
-        self._state.extended_last = False
-        return inputs
+        return self._launched_works(plan, inputs, reqs, works)
 
     def _run_of(self, req: Req, drafts: tuple[int, ...]) -> Work:
         """The last token of a request and drafts, whose pages are allocated."""
@@ -508,10 +472,48 @@ class Applier:
             work = resource.placed_decode(work, req)
         return work
 
-    def _launched(self, inputs: StepInputs, step: InFlightStep, rows: Sequence[int]) -> None:
+    def _completed(self, inputs: StepInputs) -> StepInputs:
+        """The batch with what must run on the device before it."""
+        for resource in self._resources:
+            inputs = resource.completed(inputs)
+        return inputs
+
+    def _launched_works(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        reqs: Sequence[Req],
+        works: Sequence[Work],
+        silent: frozenset[Req] = frozenset(),
+    ) -> StepInputs:
+        """`_launched` for the batch of `works`, one for each of `reqs`."""
+        rows, starts = [work.row for work in works], [work.start for work in works]
+        offsets = [0, *itertools.accumulate(len(work.token_ids) for work in works)]
+        inputs = self._launched(plan, inputs, reqs, rows, starts, offsets, silent)
+        self._state.timing.extends(inputs, works)
+        return inputs
+
+    def _launched(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        reqs: Sequence[Req],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        offsets: Sequence[int],
+        silent: frozenset[Req] = frozenset(),
+    ) -> StepInputs:
+        """Counts the batch of `plan` as launched, see `InFlightStep`; returns it, which may ask for drafts."""
+        choosers = [req for req in reqs if req not in silent] if silent else reqs
+        inputs = self._state.speculation.asking(inputs, choosers)
+        numbers, num_chunks = [req.lease_number for req in reqs], len(plan.chunks)
+        step = InFlightStep(
+            reqs, numbers, starts, offsets, silent, num_chunks, plan.num_steps, plan.drafts, plan.dropped, inputs.drafts
+        )
         if inputs.table_changes:
             self._cache.sent(rows)
         self._in_flight.append(step)
+        self._state.extended_last = num_chunks > 0
         self._stopwatch.launched(inputs.bucket)
         self._state.steps_in_flight += 1
         totals, blocked = self._state.totals, self._state.blocked
@@ -526,3 +528,4 @@ class Applier:
         else:
             totals.extend_tokens += inputs.num_tokens
             totals.extend_tokens_padded += inputs.bucket.num_tokens
+        return inputs
