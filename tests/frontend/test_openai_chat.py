@@ -131,6 +131,26 @@ def test_logprobs_have_the_form_of_openai(http: httpx.Client, tokenizer: Tokeniz
     assert bytes(in_parts) == "龘".encode()
 
 
+def test_tokens_that_a_request_names_stand_in_place_of_the_likeliest(http: httpx.Client) -> None:
+    """As in vLLM: behind the token itself, however unlikely they are."""
+    of_both: dict[str, Any] = {"logprob_token_ids": [70, 66], "return_tokens_as_token_ids": True, "max_tokens": 2}
+    scored = {66: -66 / 8 - 66, 67: -67 / 8, 70: -66 / 8 - 70}  # the fake's
+    (choice,) = post(http, "/v1/completions", prompt=[66, 67], logprobs=2, **of_both)["choices"]
+    first, second = choice["logprobs"]["top_logprobs"]
+    assert first == {"token_id:66": scored[66], "token_id:70": scored[70]}
+    assert list(second) == ["token_id:67", "token_id:70", "token_id:66"]
+    assert second["token_id:67"] == scored[67]
+    (choice,) = post(http, PATH, messages=say("a"), logprobs=True, top_logprobs=2, **of_both)["choices"]
+    for token in choice["logprobs"]["content"]:
+        assert [top["token"] for top in token["top_logprobs"]] == [token["token"], "token_id:70", "token_id:66"]
+    streamed = chunks(http, PATH, messages=say("a"), logprobs=True, **of_both)
+    scores = [part["choices"][0]["logprobs"] for part in streamed if part["choices"][0]["logprobs"]]
+    assert [token for score in scores for token in score["content"]] == choice["logprobs"]["content"]
+    for path, prompt in ((PATH, {"messages": say("a")}), ("/v1/completions", {"prompt": "a"})):
+        error = refusal(http, path, **prompt, logprob_token_ids=[70])
+        assert "logprob_token_ids are given, but logprobs is not" in error["message"]
+
+
 def test_token_ids_come_with_the_texts_if_asked_for(http: httpx.Client, tokenizer: Tokenizer) -> None:
     """In vLLM's places: trainers read them."""
     prompt_ids = tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n")

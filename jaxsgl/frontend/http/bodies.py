@@ -41,6 +41,7 @@ from jaxsgl.requests.request import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_REGEX_CHARS,
     MAX_STOP_REGEXES,
     MAX_STOP_STRINGS,
@@ -262,6 +263,7 @@ StopRegex = Annotated[
     Field(description="the answer ends where its text matches; Rust's syntax without lookaround"),
 ]
 StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
+LogprobTokenIds = Annotated[TokenIds, Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 AllowedTokenIds = Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
@@ -403,6 +405,7 @@ _CONVERSIONS: dict[str, Callable[[Any], object]] = {
     "stop_regex": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
     "stop_token_ids": tuple,
     "allowed_token_ids": tuple,
+    "logprob_token_ids": tuple,
     "bad_words": tuple,
 }
 

@@ -301,7 +301,8 @@ def _delta(
 def _scores(request: Request, tokenizer: Tokenizer, piece: Piece, asked: AnswerOptions) -> ChatLogprobs | None:
     if request.sampling.logprobs is None:
         return None
-    return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs, bool(asked.return_tokens_as_token_ids))
+    as_ids, named = bool(asked.return_tokens_as_token_ids), request.sampling.logprob_token_ids
+    return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs, as_ids, named)
 
 
 def content_of(index: int, content: str | list[ContentPart] | None, media: list[Source]) -> str | list[dict[str, Any]]:

@@ -80,10 +80,23 @@ def name_of(tokenizer: Tokenizer, token_id: int, as_id: bool = False) -> str:
     return tokenizer.token_bytes(token_id).decode(errors="backslashreplace")
 
 
+def _others(of_token: TokenLogprob, named: Sequence[int]) -> Sequence[tuple[int, float]]:
+    """Returns the tokens `named` by the request in the place of one, or the most likely ones if it names none."""
+    return list(zip(named, of_token.named, strict=True)) if of_token.named else of_token.top
+
+
 def chat_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob], as_ids: bool = False
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    as_ids: bool = False,
+    named: Sequence[int] = (),
 ) -> ChatLogprobs:
-    """Returns the log-probabilities of the tokens `ids` in chat's form; `as_ids`: by the ids of tokens."""
+    """Returns the log-probabilities of the tokens `ids` in chat's form.
+
+    `as_ids`: by the ids of tokens. `named`: the request's `logprob_token_ids`, which stand behind the token itself in
+    place of the most likely ones, as in vLLM.
+    """
 
     def top(token_id: int, logprob: float) -> Top:
         return Top(
@@ -93,8 +106,8 @@ def chat_logprobs(
     content = []
     for token_id, of_token in zip(ids, logprobs, strict=True):
         own = top(token_id, of_token.logprob)
-        others = [top(other, logprob) for other, logprob in of_token.top]
-        content.append(ChatToken(own.token, own.logprob, own.bytes, others))
+        others = [top(other, logprob) for other, logprob in _others(of_token, named) if not named or other != token_id]
+        content.append(ChatToken(own.token, own.logprob, own.bytes, [own, *others] if named else others))
     return ChatLogprobs(content)
 
 
@@ -154,6 +167,7 @@ class LogprobsWriter:
     def __init__(self, tokenizer: Tokenizer, request: Request, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._named = request.sampling.logprob_token_ids
         self._place = _Place(tokenizer, follow(detokenizer_of(tokenizer, request.sampling), request))
 
     def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], echo: Echo) -> Logprobs:
@@ -184,8 +198,8 @@ class LogprobsWriter:
         return scored
 
     def _top(self, name: str, of_token: TokenLogprob) -> dict[str, float]:
-        """Returns the most likely tokens and the token itself."""
-        top = {self._name(other): max(logprob, MIN_LOGPROB) for other, logprob in of_token.top}
+        """Returns the most likely tokens, or those that the request names, and the token itself."""
+        top = {self._name(other): max(logprob, MIN_LOGPROB) for other, logprob in _others(of_token, self._named)}
         return {name: max(of_token.logprob, MIN_LOGPROB)} | top
 
     def _name(self, token_id: int) -> str:

@@ -25,6 +25,7 @@ from jaxsgl.frontend.http.bodies import (
     Count,
     IdLists,
     LogitBias,
+    LogprobTokenIds,
     LoraPath,
     Priority,
     RequestId,
@@ -69,6 +70,12 @@ class AnswerOptions(Body):
     return_token_ids: Annotated[bool, Field(description="vLLM's: answers hold token ids next to texts")] | None = None
     return_tokens_as_token_ids: (
         Annotated[bool, Field(description="vLLM's: log-probabilities name tokens as token_id:7")] | None
+    ) = None
+    logprob_token_ids: (
+        Annotated[
+            LogprobTokenIds, Field(description="vLLM's: log-probabilities of these tokens, in place of the likeliest")
+        ]
+        | None
     ) = None
     prompt_logprobs: (
         Annotated[int, within(BOUNDS["prompt_logprobs"], "vLLM's: likely tokens at each place of the prompt")] | None
