@@ -54,6 +54,7 @@ class Completion:
       cached_tokens: how many of the prompt's tokens were in the prefix cache.
       index: which of the prompt's n samples.
       matched_stop: the EOS or stop token, or the stop string, that ended it.
+      stop_reason: the same, but None at the model's EOS tokens, as in vLLM.
       logprobs: of each of `token_ids`, if asked for.
       prompt_logprobs: of the prompt's tokens except the first, if asked for; with sample 0.
       weight_version: of the weights that computed it.
@@ -70,6 +71,7 @@ class Completion:
     cached_tokens: int
     index: int = 0
     matched_stop: int | str | None = None
+    stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     weight_version: str = DEFAULT_WEIGHT_VERSION
@@ -352,6 +354,7 @@ def _completion(
         cached_tokens=answer.end.cached_tokens,
         index=answer.index,
         matched_stop=answer.end.matched_stop,
+        stop_reason=answer.end.stop_reason(sampling),
         logprobs=answer.logprobs,
         prompt_logprobs=answer.prompt_logprobs,
         weight_version=weight_version,

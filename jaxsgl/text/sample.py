@@ -84,6 +84,11 @@ class End(msgspec.Struct, frozen=True):
     completion_tokens: int
     speculated: Speculated = msgspec.field(default_factory=Speculated)
 
+    def stop_reason(self, sampling: SamplingParams) -> int | str | None:
+        """Which of the request's own stops ended it, as in vLLM; None at the model's EOS tokens and other ends."""
+        matched = self.matched_stop
+        return matched if isinstance(matched, str) or matched in sampling.stop_token_ids else None
+
 
 class Piece(msgspec.Struct, frozen=True):
     """The text and ids of sample `index` since its previous piece; its last piece holds the end.

@@ -299,7 +299,7 @@ def test_a_stop_string_ends_the_answer_where_it_appears(llm: LLM) -> None:
         params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32, stop=(stop,), include_stop_str_in_output=keep)
         cut = llm.generate("Count from 1 to 30", params, use_tqdm=False)[0]
         assert cut.text == whole.text[: cut_off + len(stop) * keep]
-        assert (cut.finish_reason, cut.matched_stop) == ("stop", stop)
+        assert (cut.finish_reason, cut.matched_stop, cut.stop_reason) == ("stop", stop, stop)
         assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
         assert len(cut.token_ids) < len(whole.token_ids)
         assert stop in llm.tokenizer.decode(cut.token_ids)

@@ -57,6 +57,7 @@ def test_an_answer_has_all_fields_of_openai(http: httpx.Client, model_folder: st
         "logprobs": None,
         "finish_reason": "stop",
         "matched_stop": EOS_ID,
+        "stop_reason": None,
     }
     prompt_len = len(tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n"))
     assert answer["usage"] == {
@@ -78,7 +79,7 @@ def test_a_stream_starts_with_the_role_and_ends_with_the_reason(http: httpx.Clie
         == "user\nhello"
     )
     assert last["choices"][0]["finish_reason"] == "stop"
-    assert last["choices"][0]["matched_stop"] == EOS_ID
+    assert (last["choices"][0]["matched_stop"], last["choices"][0]["stop_reason"]) == (EOS_ID, None)
     assert len({part["id"] for part in (first, *parts, last)}) == 1
     assert all("usage" not in part for part in (first, *parts, last))
 

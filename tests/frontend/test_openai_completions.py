@@ -49,8 +49,9 @@ def test_an_answer_has_all_fields_of_openai(http: httpx.Client, model_folder: st
     assert answer["object"] == "text_completion"
     assert answer["model"] == Path(model_folder).name
     assert answer["created"] > 1_700_000_000
+    stops = {"matched_stop": None, "stop_reason": None}
     assert answer["choices"] == [
-        {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "length", "matched_stop": None}
+        {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "length"} | stops
     ]
     assert answer["usage"] == {
         "prompt_tokens": 3,
@@ -310,12 +311,15 @@ def test_texts_of_a_tokenizer_with_space_marks_keep_their_first_space(
 def test_a_stop_token_and_a_stop_string_are_named(http: httpx.Client) -> None:
     (by_token,) = post(http, PATH, prompt=[66, EOS_ID, 67])["choices"]
     assert (by_token["finish_reason"], by_token["matched_stop"]) == ("stop", EOS_ID)
+    assert by_token["stop_reason"] is None, "it is the model's own"
     (by_string,) = post(http, PATH, prompt="hello world", stop="o w")["choices"]
-    assert (by_string["text"], by_string["matched_stop"]) == ("hell", "o w")
+    assert (by_string["text"], by_string["matched_stop"], by_string["stop_reason"]) == ("hell", "o w", "o w")
     (by_other,) = post(http, PATH, prompt="hello world", stop=["o w"], no_stop_trim=True)["choices"]
     assert by_other["text"] == "hello w"
     (by_id,) = post(http, PATH, prompt=[66, 67], stop_token_ids=[67], include_stop_str_in_output=True)["choices"]
-    assert (by_id["text"], by_id["matched_stop"]) == ("ab", 67)
+    assert (by_id["text"], by_id["matched_stop"], by_id["stop_reason"]) == ("ab", 67, 67)
+    last = chunks(http, PATH, prompt=[66, 67], stop_token_ids=[67])[-1]
+    assert last["choices"][0]["stop_reason"] == 67
     (ignored,) = post(http, PATH, prompt=[66, EOS_ID, 67], ignore_eos=True, max_tokens=3)["choices"]
     assert ignored["text"] == "ab"
 

@@ -226,7 +226,8 @@ async def _whole(
                 message.content = echoed + (message.content or "")
             reason = finish_reason(end.reason.value, writer, form.use.legacy)
             states.add(index, sample)
-            choice = ChatChoice(index, message, scores, reason, end.matched_stop, states.hidden(index))
+            stops = (end.matched_stop, end.stop_reason(request.sampling))
+            choice = ChatChoice(index, message, scores, reason, *stops, states.hidden(index))
             choice.token_ids = sample.token_ids if asked.return_token_ids else UNSET
             choices.append(choice)
         ids = request.prompt_ids if asked.return_token_ids else UNSET
@@ -292,7 +293,8 @@ def _delta(
     token_ids = piece.token_ids if asked.return_token_ids else UNSET
     if piece.end is not None:
         reason = finish_reason(piece.end.reason.value, writer, legacy)
-        return ChatDelta(index, delta, scores, reason, piece.end.matched_stop, token_ids)
+        stops = (piece.end.matched_stop, piece.end.stop_reason(request.sampling))
+        return ChatDelta(index, delta, scores, reason, *stops, token_ids)
     if (asked.return_token_ids or scores is not None) and delta == _NOTHING:
         delta.content = ""
     return None if delta == _NOTHING else ChatDelta(index, delta, scores, token_ids=token_ids)

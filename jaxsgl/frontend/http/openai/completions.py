@@ -298,6 +298,7 @@ class Choices:
             )
         if piece.end is not None:
             choice.finish_reason, choice.matched_stop = piece.end.reason.value, piece.end.matched_stop
+            choice.stop_reason = piece.end.stop_reason(self._requests[prompt].sampling)
         elif not text and scores is None and not self._ids:
             return None
         return choice

@@ -121,6 +121,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     matched_stop: int | str | None
+    stop_reason: int | str | None
     hidden_states: list[float] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -133,6 +134,7 @@ class ChatDelta(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     matched_stop: int | str | UnsetType | None = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -147,6 +149,7 @@ class TextChoice(msgspec.Struct):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     matched_stop: int | str | UnsetType | None = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     hidden_states: list[float] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
