@@ -99,7 +99,9 @@ def test_a_chat_is_embedded_as_its_template_writes_it(http: httpx.Client, tokeni
 def test_dimensions_cut_before_the_vector_is_normalized(http: httpx.Client) -> None:
     (vector,) = vectors(post(http, PATH, input=[50, 60, 70], dimensions=2))
     assert vector == expected([50, 60, 70], 2) and hypot(*vector) == pytest.approx(1.0)
-    assert vectors(post(http, PATH, input=[50, 60], normalize=False)) == [expected([50, 60], normalize=False)]
+    for name in ("normalize", "use_activation"):  # vLLM's words, old and new
+        (whole,) = vectors(post(http, PATH, input=[50, 60], **{name: False}))
+        assert whole == expected([50, 60], normalize=False)
 
 
 def test_base64_holds_little_endian_float32(http: httpx.Client) -> None:
@@ -151,6 +153,10 @@ def test_documents_are_ranked_by_the_angle_of_their_embeddings(http: httpx.Clien
     assert [pair["score"] for pair in pairs] == [scores[0], scores[1], scores[2]]
     both = post(http, "/score", queries=["hello", "dog"], documents=["hello", "dog"])["data"]
     assert [pair["score"] for pair in both] == pytest.approx([1.0, 1.0])
+    for names in (("queries", "items"), ("data_1", "data_2")):
+        same = post(http, "/score", **dict(zip(names, ("hello", ["dog", "hello", "hello world"]), strict=True)))["data"]
+        assert same == pairs, "vLLM has several words for both sides"
+    assert "items are token ids" in refusal(http, "/score", queries="hello", items=[[5]])["message"]
 
 
 def test_label_tokens_are_scored_in_sglangs_form(http: httpx.Client) -> None:
@@ -198,6 +204,9 @@ def test_a_head_scores_texts_through_its_activation_or_without(
             (ranked,) = post(http, "/v1/rerank", **texts, **asked)["results"]
             (scored,) = post(http, "/v1/score", **pair, **asked)["data"]
             assert ranked["relevance_score"] == scored["score"] == pytest.approx(expected_of(raw))
+        as_written = tokenizer.encode("<|start|>user\nhello<|end|>\n", False)
+        (of_chat,) = post(http, "/classify", messages=say("hello"), use_activation=False)["data"]
+        assert of_chat["probs"] == [float(as_written[-1])], "rewards of answers are asked for so"
         request = sglang_pb.EmbedRequest(request_id="r", tokenized=sglang_pb.TokenizedInput(input_ids=[50, 3]))
         logits = post(http, "/encode", input_ids=[50, 3])["embedding"]
         assert list(sglang.Embed(request).embedding) == logits == [3.0], "gateways make probabilities of them"

@@ -50,8 +50,8 @@ Inputs = Annotated[
 ]
 
 
-class EmbeddingRequest(Truncated):
-    """Body of /v1/embeddings: inputs, or a chat, whose text is embedded as vLLM does."""
+class Pooled(Truncated):
+    """Inputs, or a chat, whose text is pooled as vLLM does."""
 
     input: Inputs | None = None
     messages: Annotated[Messages, Field(description="in place of input: a chat in the model's template")] | None = None
@@ -59,6 +59,12 @@ class EmbeddingRequest(Truncated):
     continue_final_message: bool | None = None
     chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(Pooled):
+    """Body of /v1/embeddings."""
+
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     embed_dtype: (
@@ -81,8 +87,8 @@ class EmbeddingRequest(Truncated):
         Annotated[int, Field(ge=1, le=MAX_INT, description="only of models whose embeddings may be cut")] | None
     ) = None
     user: str | None = None
-    add_special_tokens: bool | None = None
     normalize: Annotated[bool, Field(description="false: leave the vectors at their length")] | None = None
+    use_activation: Annotated[bool, Field(description="vLLM's newer word for normalize")] | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
@@ -121,11 +127,11 @@ async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest) -> Resp
     spec = spec_of(generator)
     check_dimensions(spec, body.dimensions)
     truncation = truncation_of(body, generator.model.info.limits)
-    prompts = _prompts(front_end, body, truncation)
+    prompts = pooled_prompts(front_end, body, truncation)
     options = options_of(body, adapters_of(front_end, body.model, body.lora_path, len(prompts)))
     call = PoolingCall(new_head("embd", "list", "").id, options)
     answers = await pool(generator, prompts, call)
-    if body.normalize is False:
+    if body.normalize is False or body.use_activation is False:
         spec = msgspec.structs.replace(spec, normalize=False)
 
     def write() -> bytes:
@@ -134,7 +140,7 @@ async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest) -> Resp
     return json_response(await generator.off_loop(len(answers) * spec.dimension, write))
 
 
-def _prompts(front_end: FrontEnd, body: EmbeddingRequest, truncation: Truncation | None) -> list[Prompt]:
+def pooled_prompts(front_end: FrontEnd, body: Pooled, truncation: Truncation | None) -> list[Prompt]:
     """Raises `InvalidRequest`. By default the template begins no turn, and the tokenizer adds nothing to its text."""
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("either input or messages must be given: send one of them")
@@ -150,7 +156,7 @@ def _prompts(front_end: FrontEnd, body: EmbeddingRequest, truncation: Truncation
     tokenizer, trusts = front_end.generator.model.tokenizer, front_end.config.trust_request_chat_template
     prompt = chat_prompt(chat, tokenizer, truncation=truncation, trusts_template=trusts)
     if prompt.media:
-        raise InvalidRequest("the messages have pictures or sounds, but texts alone are embedded: leave them out")
+        raise InvalidRequest("the messages have pictures or sounds, but texts alone are taken: leave them out")
     return [replace(prompt, add_special_tokens=bool(body.add_special_tokens))]
 
 

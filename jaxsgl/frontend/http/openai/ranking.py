@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 from starlette.responses import Response
@@ -37,7 +37,7 @@ from jaxsgl.frontend.http.bodies import (
 )
 from jaxsgl.frontend.http.calls import check_num_choices
 from jaxsgl.frontend.http.openai.completions import prompts_of
-from jaxsgl.frontend.http.openai.embeddings import answering, prompt_usage, usage_of
+from jaxsgl.frontend.http.openai.embeddings import Pooled, answering, pooled_prompts, prompt_usage, usage_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import PoolingAnswer, PoolingCall, pool, scores_of_pairs, spec_of
@@ -68,9 +68,11 @@ class ScoreRequest(_Common):
     text_2: Texts | None = None
     queries: Annotated[Texts, Field(description="vLLM's newer word for text_1")] | None = None
     documents: Annotated[Texts, Field(description="vLLM's newer word for text_2")] | None = None
+    data_1: Annotated[Texts, Field(description="vLLM's word for text_1 where it is more than text")] | None = None
+    data_2: Annotated[Texts, Field(description="vLLM's word for text_2 where it is more than text")] | None = None
     instruction: str | None = None
     query: Annotated[str | TokenIds, one_error("must be a text or a list of token ids")] | None = None
-    items: Prompts | None = None
+    items: Annotated[Prompts, Field(description="with label_token_ids; or vLLM's word for text_2")] | None = None
     label_token_ids: (
         Annotated[TokenIds, Field(min_length=1, max_length=MAX_LABELS, description="SGLang's form")] | None
     ) = None
@@ -105,11 +107,8 @@ class RerankRequest(_Common):
     instruct: Annotated[str, Field(description="SGLang's word for instruction")] | None = None
 
 
-class ClassifyRequest(_Common):
+class ClassifyRequest(_Common, Pooled):
     """Body of /classify."""
-
-    input: Prompts
-    add_special_tokens: bool | None = None
 
 
 def _call(front_end: FrontEnd, body: _Common, prefix: str) -> PoolingCall:
@@ -167,15 +166,14 @@ async def answer_score(front_end: FrontEnd, body: ScoreRequest) -> Response:
 
 def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     """The pairs: one text with each of the others, or as many of both."""
-    first = body.queries if body.text_1 is None else body.text_1
-    second = body.documents if body.text_2 is None else body.text_2
+    first = _given(body.text_1, body.queries, body.data_1)
+    second = _given(body.text_2, body.documents, body.data_2, body.items)
     if first is None or second is None:
         raise InvalidRequest(
             "the request needs text_1 and text_2 (or queries and documents), or SGLang's query, items and "
             "label_token_ids"
         )
-    firsts = [first] if isinstance(first, str) else first
-    seconds = [second] if isinstance(second, str) else second
+    firsts, seconds = _texts(first), _texts(second)
     if len(firsts) == 1:
         return [(firsts[0], other) for other in seconds]
     if len(firsts) != len(seconds):
@@ -183,6 +181,21 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
             f"there are {len(firsts)} first texts and {len(seconds)} second ones: send one first text, or as many"
         )
     return list(zip(firsts, seconds, strict=True))
+
+
+_Texts: TypeAlias = str | list[str] | list[int] | list[list[int]]
+
+
+def _given(*names: _Texts | None) -> _Texts | None:
+    """What one side of the pairs holds, by whichever of its names."""
+    return next((value for value in names if value is not None), None)
+
+
+def _texts(given: _Texts) -> list[str]:
+    texts = [text for text in ([given] if isinstance(given, str) else given) if isinstance(text, str)]
+    if len(texts) < len(given) and not isinstance(given, str):
+        raise InvalidRequest("items are token ids, but pairs are made of texts: send texts, or label_token_ids")
+    return texts
 
 
 async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: PoolingCall) -> Response:
@@ -257,7 +270,7 @@ async def answer_classify(front_end: FrontEnd, body: ClassifyRequest) -> Respons
     spec = _spec(front_end, body)
     if not spec.labels:
         raise InvalidRequest("the model has no classification head: ask for embeddings, scores or ranks")
-    prompts = prompts_of(body.input, body.add_special_tokens is not False, _truncation(front_end, body))
+    prompts = pooled_prompts(front_end, body, _truncation(front_end, body))
     answers = await pool(front_end.generator, prompts, call)
     data = []
     for index, answer in enumerate(answers):
