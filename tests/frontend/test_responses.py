@@ -452,9 +452,9 @@ def test_a_field_that_only_chat_has_reaches_it_or_is_refused() -> None:
         else:
             assert name in str(error.value), "the chat's schema has seen it"
     assert sorted(refused) == [
-        "chat_template", "echo", "function_call", "functions", "logprobs", "max_completion_tokens", "messages",
-        "prompt_logprobs", "reasoning_effort", "return_hidden_states", "return_routed_experts", "return_token_ids",
-        "return_tokens_as_token_ids", "rid",
+        "chat_template", "echo", "function_call", "functions", "logprob_token_ids", "logprobs", "max_completion_tokens",
+        "messages", "prompt_logprobs", "reasoning_effort", "return_hidden_states", "return_routed_experts",
+        "return_token_ids", "return_tokens_as_token_ids", "rid",
     ]  # fmt: skip
 
 
