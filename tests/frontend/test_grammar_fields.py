@@ -27,6 +27,7 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Grammar.json_schema(SCHEMA)),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, Grammar.json_schema(SCHEMA)),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
         Grammar.json_schema(SCHEMA),

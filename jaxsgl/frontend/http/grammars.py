@@ -44,7 +44,9 @@ class ResponseFormat(Body):
 
     type: str
     json_schema: JsonSchemaFormat | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema", description="for json_object, as in llama.cpp")] = None
+    schema_: Annotated[
+        Schema | None, Field(alias="schema", description="in place of json_schema, as in SGLang and llama.cpp")
+    ] = None
 
 
 class StructuredOutputs(Body):
@@ -157,9 +159,10 @@ def _of_response_format(given: ResponseFormat) -> Grammar | None:
     if given.type == "json_object":
         return Grammar.json_object() if given.schema_ is None else Grammar.json_schema(given.schema_)
     if given.type == "json_schema":
-        if given.json_schema is None or given.json_schema.schema_ is None:
+        schema = given.schema_ if given.json_schema is None else given.json_schema.schema_
+        if schema is None:
             raise InvalidRequest('response_format has no schema: send {"json_schema": {"name": ..., "schema": {...}}}')
-        return Grammar.json_schema(given.json_schema.schema_)
+        return Grammar.json_schema(schema)
     if given.type == "structural_tag":
         return Grammar.structural_tag(given.model_dump(by_alias=True, exclude_unset=True))
     raise InvalidRequest(
