@@ -125,6 +125,10 @@ def test_messages_are_tokenized_in_their_template(http: httpx.Client, tokenizer:
     assert post(http, "/tokenize", messages=say("hello"))["tokens"] == expected
 
 
+def test_the_list_of_models_may_be_asked_for_with_a_slash(http: httpx.Client) -> None:
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+
+
 def test_more_tokens_than_the_context_holds_can_be_counted(http: httpx.Client) -> None:
     assert post(http, "/tokenize", prompt="龘" * 300)["count"] == 900
 

@@ -154,6 +154,7 @@ def _add_models(router: APIRouter, front_end: FrontEnd) -> None:
         }
 
     @router.get("/v1/models")
+    @router.get("/v1/models/", include_in_schema=False)  # otherwise a model without a name
     async def list_models() -> Response:
         """What is served: the model, and its LoRA adapters as models of their own."""
         of_adapters = map(card, await loaded(front_end.engine))
