@@ -24,7 +24,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.openai.chat import chat_prompt, prepare_chat
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
-from jaxsgl.frontend.http.openai.tools import AnswerForm, ToolUse, constrained, tool_use
+from jaxsgl.frontend.http.openai.tools import AnswerForm, ToolUse, constrained, template_variables, tool_use
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.dialects import dialect_of
@@ -203,7 +203,8 @@ def test_reasoning_gets_a_budget(http: httpx.Client) -> None:
     """The fake engine ignores grammars; tests/text/test_call_grammars.py asks the compiler."""
     for name in ("thinking_token_budget", "thinking_budget"):
         assert answer(http, "<think>Hm</think>Hello", **{name: 5})[0]["reasoning_content"] == "Hm"
-        assert name in refusal(http, PATH, messages=say("a"), **{name: -1})["message"]
+        assert answer(http, "<think>Hm</think>Hello", **{name: -1})[0]["reasoning_content"] == "Hm", "no bound"
+        assert name in refusal(http, PATH, messages=say("a"), **{name: -2})["message"]
     fields = {"thinking_token_budget": 5, "thinking_budget": 6}
     assert "differ" in refusal(http, PATH, messages=say("a"), **fields)["message"]
 
@@ -280,11 +281,36 @@ def test_reasoning_can_stay_in_the_text_or_be_dropped_or_come_at_once(http: http
 
 def test_the_prompt_may_have_opened_the_reasoning(http: httpx.Client) -> None:
     fields: dict[str, Any]
-    for fields in ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}):
+    thinks = {"enable_thinking": True}
+    for fields in (thinks, {"chat_template_kwargs": thinks}, {"reasoning": {"enabled": True, "effort": "high"}}):
         message, _ = answer(http, "Hm</think>Hello", **fields)
         assert message == {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}
-    for fields in ({"enable_thinking": False}, {"reasoning_effort": "none"}):
+    off = ({"enable_thinking": False}, {"reasoning_effort": "none"})
+    for fields in (*off, {"reasoning": {"enabled": False}}, {"reasoning": {"effort": "none"}}):
         assert answer(http, "Hello", **fields)[0] == {"role": "assistant", "content": "Hello"}
+
+
+def test_messages_are_tokenized_with_the_tools_that_their_chat_would_show(http: httpx.Client) -> None:
+    body = {"messages": say("a"), "tools": [NOW], "chat_template": "{% if tools %}tools{% else %}none{% endif %}"}
+    for choice, shown in ((None, "tools"), ("auto", "tools"), ("none", "none")):
+        ids = post(http, "/tokenize", **body, tool_choice=choice)["tokens"]
+        assert post(http, "/detokenize", tokens=ids)["prompt"] == shown
+
+
+def test_the_effort_reaches_the_template_by_any_of_its_names() -> None:
+    messages = say("hi")
+    for fields in (
+        {"reasoning_effort": "low"},
+        {"reasoning": {"effort": "low"}},
+        {"reasoning": {"reasoning_effort": "low"}},
+    ):
+        asked = ChatRequest.model_validate({"messages": messages} | fields)
+        assert template_variables(asked) == {"reasoning_effort": "low"}
+    both = ChatRequest.model_validate(
+        {"messages": messages, "reasoning_effort": "low", "enable_thinking": True, "reasoning": {"enabled": False}}
+    )
+    variables = template_variables(both)
+    assert (variables["reasoning_effort"], variables["thinking"]) == ("low", True), "fields of their own go before"
 
 
 def test_reasoning_that_does_not_end_is_reasoning(http: httpx.Client) -> None:

@@ -6,7 +6,7 @@ Checks the model that a body names. chat.py and completions.py answer their endp
 from __future__ import annotations
 
 import time
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
@@ -237,6 +237,7 @@ def _prompts_to_tokenize(body: TokenizeRequest, front_end: FrontEnd) -> list[Pro
         raise InvalidRequest("either prompt or messages must be given: send one of them")
     if body.messages is not None:
         trusts = front_end.config.trust_request_chat_template
-        return [chat_prompt(body, front_end.generator.model.tokenizer, trusts_template=trusts)]
+        tools: list[dict[str, Any]] | None = [] if body.tool_choice == "none" else None
+        return [chat_prompt(body, front_end.generator.model.tokenizer, tools, trusts_template=trusts)]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     return [TextPrompt(text, body.add_special_tokens is not False) for text in texts]

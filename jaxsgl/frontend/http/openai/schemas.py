@@ -329,8 +329,16 @@ Messages = Annotated[
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
-ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_INT, description="tokens of reasoning at most")]
+ThinkingBudget = Annotated[int, Field(ge=-1, le=MAX_INT, description="tokens of reasoning at most; -1: any number")]
 Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
+
+
+class ChatReasoning(Body):
+    """How a model is to reason, in one object, as SGLang and OpenRouter have it."""
+
+    enabled: Annotated[bool, Field(description="as enable_thinking")] | None = None
+    effort: Annotated[str, Field(description="as reasoning_effort")] | None = None
+    reasoning_effort: Annotated[str, Field(description="SGLang's other word for effort")] | None = None
 
 
 class ChatRequest(Sampled, AnswerOptions):
@@ -351,6 +359,14 @@ class ChatRequest(Sampled, AnswerOptions):
     include_reasoning: Annotated[bool, Field(description="false: reasoning is dropped")] | None = None
     enable_thinking: Annotated[bool, Field(description="the template's variable of this name")] | None = None
     reasoning_effort: Annotated[str, Field(description="the template's; none: enable_thinking is false")] | None = None
+    reasoning: (
+        Annotated[
+            ChatReasoning,
+            one_error('must be {"enabled": true or false, "effort": ...}'),
+            Field(description="in place of enable_thinking and reasoning_effort"),
+        ]
+        | None
+    ) = None
     thinking_token_budget: ThinkingBudget | None = None
     thinking_budget: Annotated[ThinkingBudget, Field(description="as thinking_token_budget")] | None = None
     documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
@@ -375,6 +391,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     messages: Messages | None = None
     tools: Tools | None = None
+    tool_choice: Annotated[ToolChoice, Field(description="none: the template gets no tools")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: ChatTemplate | None = None

@@ -151,9 +151,14 @@ def _known(wanted: list[str], names: list[str]) -> list[str]:
 def template_variables(body: ChatRequest) -> dict[str, Any]:
     """Returns the chat template's variables that have fields of their own, and those of chat_template_kwargs."""
     given: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        given["reasoning_effort"] = body.reasoning_effort
-    thinking = False if body.enable_thinking is None and body.reasoning_effort == "none" else body.enable_thinking
+    effort, thinking = body.reasoning_effort, body.enable_thinking
+    if body.reasoning is not None:
+        effort = effort or body.reasoning.effort or body.reasoning.reasoning_effort
+        thinking = body.reasoning.enabled if thinking is None else thinking
+    if effort is not None:
+        given["reasoning_effort"] = effort
+    if thinking is None and effort == "none":
+        thinking = False
     if thinking is not None:
         given |= {"enable_thinking": thinking, "thinking": thinking}  # Qwen's and GLM's word, DeepSeek's word
     if body.documents:
@@ -285,7 +290,7 @@ def bounds_reasoning(model: ServedModel, config: ServerConfig) -> bool:
 
 def reasoning_budget(body: ChatRequest, model: ServedModel, config: ServerConfig) -> int | None:
     """Returns how many tokens the reasoning may have, or None if nothing bounds it. Raises `InvalidRequest`."""
-    given = [budget for budget in (body.thinking_token_budget, body.thinking_budget) if budget is not None]
+    given = [budget for budget in (body.thinking_token_budget, body.thinking_budget) if budget not in (None, -1)]
     if not given or (model.dialect.reasoning is None and not model.dialect.is_harmony):  # nothing to bound
         return None
     if len(set(given)) > 1:
