@@ -285,7 +285,7 @@ class Tokenizer:
 
     def knows_role(self, role: str) -> bool:
         """Whether the chat template names `role`."""
-        return self.has_chat_template and role in str(self._or_refuse().chat_template)
+        return self.has_chat_template and names_role(str(self._or_refuse().chat_template), role)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the UTF-8 bytes that a token stands for, which need not be whole characters.
@@ -365,6 +365,11 @@ class Tokenizer:
         if self._tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: send token_ids instead of text")
         return self._tokenizer
+
+
+def names_role(template: str, role: str) -> bool:
+    """Whether a chat template, or the repr of several, names `role` between quotes."""
+    return re.search(rf"""["']{re.escape(role)}\\?["']""", template) is not None
 
 
 def is_gguf(model: str) -> bool:

@@ -207,6 +207,20 @@ def test_a_developer_message_is_a_system_message_where_templates_lack_the_role(
     assert knows.render_chat(messages, prompt.options) == "yes"
 
 
+def test_a_role_of_its_own_reaches_the_template_that_names_it(tmp_path: Path) -> None:
+    """As GLM's observation, or Granite's document."""
+    template = "{% for m in messages %}{% if m['role'] == \"document\" %}[{{ m.content }}]{% endif %}{% endfor %}"
+    knows = load_tokenizer(save(byte_level(), tmp_path, template))
+    assert rendered(knows, messages=[*say("hi"), {"role": "document", "content": "page"}]) == "[page]"
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].role is 'docu', which the chat template doesn't name"):
+        rendered(knows, messages=[*say("hi"), {"role": "docu", "content": "page"}])
+
+
+def test_the_tokenizers_start_token_comes_before_a_chat_if_asked_for(tokenizer: Tokenizer) -> None:
+    for asked, comes in ((None, False), (False, False), (True, True)):
+        assert prompt_of(tokenizer, messages=say("hi"), add_special_tokens=asked).add_special_tokens is comes
+
+
 def test_the_last_message_can_be_continued(http: httpx.Client, tokenizer: Tokenizer) -> None:
     messages = [*say("hello"), {"role": "assistant", "content": "I am"}]
     answer = post(http, PATH, messages=messages, continue_final_message=True, max_tokens=1)
@@ -330,7 +344,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     [
         ({"messages": None}, "messages", "valid list"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, None, "messages[0].role is 'robot', which the chat"),
+        ({"messages": [{"role": "", "content": "a"}]}, "messages.0.role", "at least 1 character"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "must be a text, or a list of parts"),
         ({"messages": ["hello"]}, "messages.0", "valid dictionary"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model takes text alone"),

@@ -7,7 +7,8 @@ apart: it never knows how a model writes. routes.py calls `answer_chat`; /tokeni
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ from jaxsgl.frontend.http.openai.replies import (
     new_usage,
 )
 from jaxsgl.frontend.http.openai.schemas import (
+    ROLES,
     AnswerOptions,
     ChatRequest,
     ContentPart,
@@ -67,7 +69,7 @@ from jaxsgl.text.call_stream import Part
 from jaxsgl.text.json_text import BROKEN, decoded
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
-from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, names_role
 
 _NOTHING = Delta()
 _IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "image"}  # type -> field that names the file
@@ -147,14 +149,25 @@ def chat_prompt(
         variables=template_variables(body) if isinstance(body, ChatRequest) else body.chat_template_kwargs or {},
         template=body.chat_template or "",
     )
-    knows_developer = "developer" in options.template if options.template else tokenizer.knows_role("developer")
+
+    @functools.cache
+    def knows(role: str) -> bool:
+        return names_role(options.template, role) if options.template else tokenizer.knows_role(role)
+
     media: list[Source] = []
-    turns = [_turn(i, message, knows_developer, media) for i, message in enumerate(body.messages or ())]
-    return ChatPrompt(turns, options, tuple(media), truncation=truncation)
+    turns = [_turn(i, message, knows, media) for i, message in enumerate(body.messages or ())]
+    with_special = bool(body.add_special_tokens)
+    return ChatPrompt(turns, options, tuple(media), truncation=truncation, add_special_tokens=with_special)
 
 
-def _turn(index: int, message: MessageBody, knows_developer: bool, media: list[Source]) -> Turn:
-    role = "system" if message.role == "developer" and not knows_developer else message.role
+def _turn(index: int, message: MessageBody, knows: Callable[[str], bool], media: list[Source]) -> Turn:
+    role = message.role
+    if role == "developer" and not knows(role):
+        role = "system"
+    elif role not in ROLES and not knows(role):
+        raise InvalidRequest(
+            f"messages[{index}].role is {role!r}, which the chat template doesn't name: send one of {', '.join(ROLES)}"
+        )
     turn: dict[str, Any] = {"role": role, "content": content_of(index, message.content, media)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:

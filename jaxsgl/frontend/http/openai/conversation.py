@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -26,9 +26,9 @@ from jaxsgl.frontend.http.bodies import (
 from jaxsgl.frontend.http.openai.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    ROLES,
     AnswerOptions,
     ChatRequest,
-    MessageBody,
     Sampled,
     ToolChoice,
 )
@@ -114,7 +114,6 @@ _INSTEAD = {
     "reasoning_effort": "reasoning.effort",
 }
 _NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
-_ROLES = get_args(MessageBody.model_fields["role"].annotation)
 _NOT_TAKEN = frozenset({"chat_template", "echo", "prompt", *AnswerOptions.model_fields})
 
 
@@ -206,9 +205,9 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]], num_ear
     for number, item in enumerate(items, -num_earlier):  # errors name items of the input by their place in it
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
-            if item.get("role") not in _ROLES:
+            if item.get("role") not in ROLES:
                 raise InvalidRequest(
-                    f"input[{number}].role is {item.get('role')!r:.100}, but must be one of {', '.join(_ROLES)}"
+                    f"input[{number}].role is {item.get('role')!r:.100}, but must be one of {', '.join(ROLES)}"
                 )
             messages.append({"role": item["role"], "content": _content(number, item.get("content"))})
         elif kind == "function_call_output":

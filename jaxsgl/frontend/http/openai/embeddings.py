@@ -6,7 +6,6 @@ routes.py calls `answer_embeddings`; frontend/pooling.py does the work.
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -152,12 +151,13 @@ def pooled_prompts(front_end: FrontEnd, body: Pooled, truncation: Truncation | N
         continue_final_message=body.continue_final_message,
         chat_template=body.chat_template,
         chat_template_kwargs=body.chat_template_kwargs,
+        add_special_tokens=body.add_special_tokens,
     )
     tokenizer, trusts = front_end.generator.model.tokenizer, front_end.config.trust_request_chat_template
     prompt = chat_prompt(chat, tokenizer, truncation=truncation, trusts_template=trusts)
     if prompt.media:
         raise InvalidRequest("the messages have pictures or sounds, but texts alone are taken: leave them out")
-    return [replace(prompt, add_special_tokens=bool(body.add_special_tokens))]
+    return [prompt]
 
 
 def _answer(answers: list[PoolingAnswer], spec: PoolingSpec, body: EmbeddingRequest, model: str) -> EmbeddingList:

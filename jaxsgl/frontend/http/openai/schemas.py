@@ -248,10 +248,20 @@ class ToolCall(Body):
     function: FunctionCall
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 class MessageBody(Body):
     """One turn of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=64,
+            description=f"{', '.join(ROLES)}; or another one that the chat template names",
+        ),
+    ]
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -370,6 +380,10 @@ class ChatRequest(Sampled, AnswerOptions):
     thinking_token_budget: ThinkingBudget | None = None
     thinking_budget: Annotated[ThinkingBudget, Field(description="as thinking_token_budget")] | None = None
     documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
+    add_special_tokens: (
+        Annotated[bool, Field(description="vLLM's: true: the tokenizer's start token, too, before the template's text")]
+        | None
+    ) = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: Annotated[bool, Field(description="vLLM's: a last message of the assistant begins the answer")] | None = None
