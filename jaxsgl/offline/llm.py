@@ -137,7 +137,7 @@ class LLM(PoolingLLM):
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Conversation],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
@@ -152,7 +152,7 @@ class LLM(PoolingLLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: UseTqdm = True,
     ) -> list[Completion]:
-        """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`.
+        """Like `generate`, for the messages of one conversation or of many, each a list of turns as in OpenAI's API.
 
         A content with pictures is a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}`.
         Other keys of OpenAI's messages are `tool_calls`, `tool_call_id`, `name` and `reasoning_content`.
@@ -164,7 +164,7 @@ class LLM(PoolingLLM):
           chat_template: takes the place of the model's.
           chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
         """
-        many = conversations_of(conversations)
+        many = conversations_of(messages)
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest("continue_final_message is true, and so is add_generation_prompt: set that to false")
         options = TemplateOptions(

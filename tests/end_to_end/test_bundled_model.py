@@ -98,7 +98,7 @@ def test_a_shared_document_is_computed_once_and_still_understood(llm: LLM) -> No
         [{"role": "user", "content": document + question}]
         for question in ("What is the code word?", "Tell me the code word.", "What was the code word?")
     ]
-    (first,) = llm.chat(chats[0], GREEDY, use_tqdm=False)
+    (first,) = llm.chat(messages=chats[0], sampling_params=GREEDY, use_tqdm=False)
     rest = llm.chat(chats[1:], GREEDY, use_tqdm=False)
     assert [completion.text for completion in (first, *rest)] == ["The code word is harbour."] * 3
     assert all(completion.cached_tokens > 400 for completion in rest)
