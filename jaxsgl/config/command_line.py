@@ -267,7 +267,7 @@ _FAMILIES = "code of a checkpoint is never run, all families are built in (docs/
 
 _SIZES = "give --decode-buckets to choose the compiled sizes"
 _XLA = "XLA chooses how devices exchange data, and what it fuses"
-_RELEASES = "/release_memory_occupation is always there"
+_RELEASES = "/release_memory_occupation and /sleep are always there"
 _KERNELS = "kernels are our own, the best for the device are chosen (docs/kernels.md)"
 _GRAMMARS = "grammars are llguidance's (--grammar-backend)"
 _LOG_LINES = "the log has one line of load in ten seconds"

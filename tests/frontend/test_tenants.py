@@ -66,7 +66,8 @@ def test_orders_and_the_state_of_the_server_need_the_administrators_key(http: ht
     orders = (
         ("GET", "/internal_state"), ("GET", "/server_info"), ("GET", "/get_server_info"), ("POST", "/flush_cache"),
         ("POST", "/abort_request"), ("POST", "/pause_generation"), ("POST", "/continue_generation"),
-        ("POST", "/release_memory_occupation"), ("POST", "/resume_memory_occupation"),
+        ("POST", "/release_memory_occupation"), ("POST", "/resume_memory_occupation"), ("POST", "/reset_prefix_cache"),
+        ("POST", "/sleep"), ("POST", "/wake_up"),
     )  # fmt: skip
     for method, path in orders:
         assert http.request(method, path).status_code == 401

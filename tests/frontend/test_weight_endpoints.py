@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from fake_engine_process import Script
 from fastapi import FastAPI
 from http_calls import connect, error_of, events, generate_body, post
 from server_process import ServerProcess, ids_request
@@ -143,6 +144,31 @@ def test_an_order_that_waits_is_given_up_when_its_client_leaves(path: str, body:
 
     asyncio.run(call())
     assert given_up and statuses[0] == errors.CLIENT_CLOSED_REQUEST
+
+
+def test_a_server_sleeps_and_wakes_by_vllms_names(http: httpx.Client) -> None:
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    for asked in ({}, {"level": "2", "mode": "wait"}):
+        assert http.post("/sleep", params=asked).json() == {"success": True}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/wake_up", params={"tags": ["weights", "kv_cache"]}).json() == {"success": True}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    for path, wrong in (("/sleep", {"level": "3"}), ("/sleep", {"mode": "keep"}), ("/wake_up", {"tags": "pages"})):
+        refused = http.post(path, params=wrong)
+        assert refused.status_code == 400 and next(iter(wrong)) in error_of(refused)["message"]
+
+
+def test_requests_that_have_begun_end_before_a_server_sleeps(http: httpx.Client) -> None:
+    body = generate_body(Script.FOREVER, max_new_tokens=150) | {"stream": True}
+    with http.stream("POST", "/generate", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert "requests wait or run" in error_of(http.post("/reset_prefix_cache"))["message"]
+        assert http.post("/sleep").json() == {"success": True}
+        last = events("\n".join(lines))[-1]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert http.post("/wake_up").json() == {"success": True}
+    assert http.post("/reset_prefix_cache").json() == {"success": True}
 
 
 def test_memory_is_released_and_resumed_by_tags(http: httpx.Client) -> None:

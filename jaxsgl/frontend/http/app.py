@@ -21,7 +21,7 @@ import jaxsgl
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http import errors, health
+from jaxsgl.frontend.http import errors, health, vllm
 from jaxsgl.frontend.http.acceptor import Acceptor
 from jaxsgl.frontend.http.anthropic import messages as anthropic
 from jaxsgl.frontend.http.compressed import Gunzip
@@ -48,7 +48,7 @@ from jaxsgl.frontend.tracing import NO_TRACER
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (
     health.router, static.router, live.router, openai.router, batches.router, anthropic.router, ollama.router,
-    generate.router, admin.router, encode.router,
+    generate.router, admin.router, encode.router, vllm.router,
 )  # fmt: skip
 SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
 POLL_S = 0.01

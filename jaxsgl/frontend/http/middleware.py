@@ -33,8 +33,9 @@ OPEN_PATHS = frozenset({"/health", "/health_generate", "/load", "/metrics", "/pi
 ORDER_PATHS = frozenset({
     "/abort_request", "/continue_generation", "/engine_events", "/flush_cache", "/get_server_info", "/internal_state",
     "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-    "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/server_info", "/start_profile",
-    "/stop_profile", "/update_weight_version", "/update_weights_from_disk",
+    "/pause_generation", "/release_memory_occupation", "/reset_prefix_cache", "/resume_memory_occupation",
+    "/server_info", "/sleep", "/start_profile", "/stop_profile", "/update_weight_version", "/update_weights_from_disk",
+    "/wake_up",
 })  # fmt: skip
 
 _REQUEST_ID = re.compile(r"[ -~]{1,256}")
