@@ -49,7 +49,7 @@ class Region:
     ) -> None:
         """`constrained`: a grammar guarantees the calls. Calls beyond `most` are dropped."""
         self._form = form
-        self._is_unopened = opening == form.head  # no grammar holds to anything then
+        self._is_unopened = bool(form.head) and opening == form.head  # no grammar holds to anything then
         self._opening = "" if self._is_unopened else opening.removesuffix("[")
         self._text = opening.removeprefix(self._opening)
         self._tools = tools

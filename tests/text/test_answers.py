@@ -501,9 +501,16 @@ def test_a_value_in_tags_is_of_a_type_that_its_schema_takes(schema: Any, text: s
     assert as_typed(text, {"properties": {"x": schema}, "$defs": DEFINED}, "x") == value
 
 
-def test_arguments_of_constrained_calls_come_while_the_model_writes_them() -> None:
-    parser = dialect_of(None, "hermes").parser(TOOLS, constrained=True)
-    texts = ['<tool_call>\n{"name": "wea', 'ther", "arguments": {"city"', ': "Paris"', "}}\n</tool_call>"]
+@pytest.mark.parametrize(
+    ("name", "opening", "key", "closing"),
+    [("hermes", "<tool_call>\n", "arguments", "\n</tool_call>"), ("llama3", "", "parameters", "")],
+)
+def test_arguments_of_constrained_calls_come_while_the_model_writes_them(
+    name: str, opening: str, key: str, closing: str
+) -> None:
+    """Also of calls that nothing opens but their own bracket."""
+    parser = dialect_of(None, name).parser(TOOLS, constrained=True)
+    texts = [f'{opening}{{"name": "wea', f'ther", "{key}": {{"city"', ': "Paris"', f"}}}}{closing}"]
     parts = [[(part.kind, part.text) for part in parser.feed(text)] for text in texts]
     assert parts == [
         [],
