@@ -162,8 +162,9 @@ def test_errors_have_anthropics_shape(http: httpx.Client, body: dict[str, Any], 
 
 
 def test_the_client_raises_its_own_errors(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="gpt-9"):
-        client.messages.create(**ask("Hi") | {"model": "gpt-9"})
+    with pytest.raises(anthropic.NotFoundError, match="gpt-9") as raised:
+        client.messages.create(**ask("Hi") | {"model": "gpt-9"}, extra_headers={"x-request-id": "mine"})
+    assert raised.value.request_id == "mine"
     with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
         client.messages.create(**ask("Hi", tool_choice={"type": "any"}))
 

@@ -27,8 +27,8 @@ from jaxsgl.frontend.http.anthropic import messages as anthropic
 from jaxsgl.frontend.http.compressed import Gunzip
 from jaxsgl.frontend.http.connection import KEEP_ALIVE_S, Connection
 from jaxsgl.frontend.http.middleware import (
+    ANSWERED_ID_HEADERS,
     OPEN_PATHS,
-    REQUEST_ID_HEADER,
     AccessLog,
     ApiKey,
     BodyLimit,
@@ -79,7 +79,7 @@ def build_app(front_end: FrontEnd) -> FastAPI:
             allow_origins=[origin.lower() for origin in front_end.config.allowed_origins],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER],
+            expose_headers=ANSWERED_ID_HEADERS,
         )
     app.add_middleware(PageGuard, config=front_end.config)
     if front_end.config.access_log:

@@ -25,6 +25,7 @@ from jaxsgl.frontend.metrics.measurements import Metrics
 from jaxsgl.frontend.tracing import Tracer
 
 REQUEST_ID_HEADER = "x-request-id"
+ANSWERED_ID_HEADERS = (REQUEST_ID_HEADER, "request-id")  # where OpenAI's and Anthropic's clients look for it
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
 NO_PATHS: Mapping[str, int] = {}
 MIN_BODY_BYTES_PER_S = 1024  # on the whole, after the first `STALL_S`
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestIds:
-    """Gives each request an id (its client's or a new one) and sends it back in a header.
+    """Gives each request an id (its client's or a new one) and sends it back in `ANSWERED_ID_HEADERS`.
 
     Handlers read it from `request.state.request_id`. It is for logs: clients may use one id for several requests. This
     is the outermost middleware, so it also answers exceptions that reach no handler.
@@ -62,14 +63,14 @@ class RequestIds:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         logs.name_request(request_id)
-        header = (REQUEST_ID_HEADER.encode(), request_id.encode())
+        headers = [(name.encode(), request_id.encode()) for name in ANSWERED_ID_HEADERS]
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         try:
