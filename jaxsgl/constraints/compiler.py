@@ -26,7 +26,7 @@ from jaxsgl.constraints.checked import check_schema, check_schemas_in, checked_l
 from jaxsgl.constraints.ebnf import lark_of_ebnf
 from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.requests.json_blanks import with_bounded_blanks
+from jaxsgl.requests.json_schemas import for_llguidance
 from jaxsgl.requests.regexes import in_slashes
 
 MAX_REASON_CHARS = 500
@@ -195,7 +195,7 @@ def _text(lark: str) -> str:
 
 
 def _start_of_schema(schema: Mapping[str, Any]) -> str:
-    return f"start: %json {json.dumps(with_bounded_blanks(schema))}"
+    return f"start: %json {json.dumps(for_llguidance(schema))}"
 
 
 def parsed(kind: str, text: str) -> Any:

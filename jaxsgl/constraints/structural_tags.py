@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from jaxsgl.constraints.checked import check_schema, checked_lark
 from jaxsgl.constraints.ebnf import lark_of_ebnf
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.requests.json_blanks import with_bounded_blanks
+from jaxsgl.requests.json_schemas import for_llguidance
 from jaxsgl.requests.regexes import in_slashes
 
 MAX_TAGS = 1024
@@ -218,7 +218,7 @@ class _Writer:
         if not isinstance(schema, dict):
             raise InvalidRequest("a json_schema of the structural_tag must be an object, or true")
         check_schema(schema)
-        return self._rule(f"%json {json.dumps(with_bounded_blanks(schema))}")
+        return self._rule(f"%json {json.dumps(for_llguidance(schema))}")
 
     def _grammar(self, text: str) -> str:
         return self._rule(f"%lark {{\n{checked_lark(lark_of_ebnf(text))}\n}}")

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.grammar import MAX_GRAMMAR_CHARS, Grammar
-from jaxsgl.requests.json_blanks import with_bounded_blanks
+from jaxsgl.requests.json_schemas import for_llguidance
 from jaxsgl.requests.regexes import in_slashes
 from jaxsgl.text.answer import ReasoningForm
 from jaxsgl.text.calls import CallForm, Tools
@@ -260,7 +260,7 @@ class Lark:
             case "json_schema":
                 schema = _parsed(grammar.text)
                 schema = {} if schema is True else schema
-                return f"%json {json.dumps(with_bounded_blanks(schema) if isinstance(schema, dict) else schema)}"
+                return f"%json {json.dumps(for_llguidance(schema) if isinstance(schema, dict) else schema)}"
             case "choice":
                 return self.rule(" | ".join(literal(text) or '""' for text in _parsed(grammar.text)))
             case "regex":

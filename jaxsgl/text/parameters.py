@@ -10,18 +10,16 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
 
+from jaxsgl.requests.json_schemas import DEFINITIONS, NAMING, VALUES
 from jaxsgl.text.json_text import BROKEN, decoded
 
 _MAX_DEPTH = 50  # of schemas that are looked into; what lies deeper counts as unknown
-DEFINITIONS = ("$defs", "definitions")
 _JOINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment"})
 _OF_OBJECTS = (
     "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired",
     "dependentSchemas", "dependencies",
 )  # fmt: skip
-VALUES = frozenset({"const", "enum"})  # what they hold is no schema
-NAMING = frozenset({"properties", "patternProperties", "dependentSchemas", *DEFINITIONS})  # their keys are names
 
 
 def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:

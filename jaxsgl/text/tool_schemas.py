@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.text.parameters import DEFINITIONS, NAMING, VALUES, at, definition
+from jaxsgl.requests.json_schemas import DEFINITIONS, NAMING, VALUES, is_unknown
+from jaxsgl.text.parameters import at, definition
 
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _OTHER_NAMES = {
@@ -66,6 +67,8 @@ class _Writer:
 
     def _is_kept(self, word: str, value: Any) -> bool:
         """Whether `value` means something, or has to be refused."""
+        if is_unknown(word, value):
+            return False
         if self._is_strict:
             return True
         if word == "$ref":

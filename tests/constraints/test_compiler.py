@@ -68,6 +68,7 @@ def read(compiler: Compiler, tokenizer: LLTokenizer, grammar: Grammar, text: str
 
 
 ANY: dict[str, Any] = {"type": "any_text"}
+NAMED_FORMAT: dict[str, Any] = {"type": "object", "properties": {"format": {"const": {"format": "x"}}}}
 
 
 def const(value: str) -> dict[str, Any]:
@@ -95,6 +96,10 @@ THINKING = sequence(ANY, const("</think>"), JSON)
         (Grammar.json_schema(SCHEMA), '{"b": 1}', "refused"),
         (Grammar.json_schema(SCHEMA), '{"a": 1} ', "refused"),
         (Grammar.json_schema(True), "[1, null]", "whole"),
+        (Grammar.json_schema({"type": "string", "format": "uuid"}), '"x"', "refused"),
+        (Grammar.json_schema({"type": "string", "format": "uuid4"}), '"x"', "whole"),
+        (Grammar.json_schema(NAMED_FORMAT), '{"format": {"format":"y', "refused"),
+        (Grammar.json_schema(NAMED_FORMAT), '{"format": {"format":"x"}}', "whole"),
         (Grammar.json_object(), '{"x": [1, null]}', "whole"),
         (Grammar.json_object(), "[1]", "refused"),
         (Grammar.json_object(), "{" + " " * 32 + '"', "begun"),

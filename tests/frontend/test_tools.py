@@ -227,11 +227,12 @@ def test_arguments_are_an_object_whatever_the_tool_says_of_them() -> None:
 
 
 def test_the_words_of_a_tool_are_understood_unless_it_is_strict() -> None:
-    given = {"type": "object", "properties": {"x": {"type": "float"}}}
+    """A format that nothing holds to is a note in any tool."""
+    given = {"type": "object", "properties": {"x": {"type": "float"}, "y": {"type": "string", "format": "uuid4"}}}
     for strict, read in ((None, "number"), (True, "float")):
         tool = {"type": "function", "function": {"name": "f", "parameters": given, "strict": strict}}
         use = tool_use(ChatRequest.model_validate({"messages": say("hi"), "tools": [tool]}))
-        assert use.callable["f"]["properties"] == {"x": {"type": read}}
+        assert use.callable["f"]["properties"] == {"x": {"type": read}, "y": {"type": "string"}}
         assert use.shown[0]["function"]["parameters"] == given, "the model sees what the client sent"
 
 
