@@ -30,8 +30,9 @@ MAX_TOP_K = 2**31 - 1  # int32 on the device
 MAX_MIN_TOKENS = 2**31 - 1  # int32 in protocols; more than any context holds
 MAX_MAX_TOKENS = 2**63 - 1  # int64 between processes; capped by the context
 MAX_STOP_TOKEN_IDS = 64
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 256
+MAX_STOP_STRINGS_CHARS = 4096  # of all of them: so many places are looked at with each token
 MAX_STOP_REGEXES = 16
 MAX_STOP_REGEX_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
@@ -254,6 +255,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(f"a stop string is {text!r}, but must be a text")
             allowed = f"1 to {MAX_STOP_STRING_CHARS} characters"
             check(1 <= len(text) <= MAX_STOP_STRING_CHARS, "the length of a stop string", len(text), allowed)
+        num_chars = sum(map(len, self.stop))
+        allowed = f"{MAX_STOP_STRINGS_CHARS} characters at most"
+        check(num_chars <= MAX_STOP_STRINGS_CHARS, "the length of all stop strings", num_chars, allowed)
 
     @property
     def wants_states(self) -> bool:

@@ -163,11 +163,13 @@ class StopStrings:
 
     def _hold_len(self, text: str) -> int:
         """Returns the length of the longest end of `text` that is the beginning of a stop string."""
-        longest = min(len(text), max(map(len, self._strings), default=1) - 1)
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._strings):
-                return length
-        return 0
+        longest = 0
+        for stop in self._strings:
+            for length in range(min(len(text), len(stop) - 1), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
 
 
 class Sample:

@@ -423,8 +423,9 @@ def counts(http: httpx.Client) -> tuple[int, int]:
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
         ({"logit_bias": {"1000": 1}}, None, "ids go from 0 to 999"),
         ({"seed": 2**63}, "seed", "less than"),
-        ({"stop": ["a"] * 17}, "stop", "up to 16 texts"),
+        ({"stop": ["a"] * 65}, "stop", "up to 64 texts"),
         ({"stop": [""]}, None, "the length of a stop string is 0"),
+        ({"stop": ["a" * 256] * 17}, None, "the length of all stop strings is 4352"),
         ({"stop": {"a": 1}}, "stop", "must be a text"),
         ({"stop_token_ids": [1000]}, None, "ids go from 0 to 999"),
         ({"min_tokens": 20}, None, "max_tokens=16 at most"),
@@ -445,6 +446,12 @@ def test_a_wrong_value_is_refused_with_its_name(
     error = refusal(http, PATH, **({"prompt": "hello"} | fields))
     assert words in error["message"]
     assert error["param"] == param
+
+
+def test_editors_send_dozens_of_stop_strings(http: httpx.Client) -> None:
+    """Continue sends the special tokens of a model's template, and the words that begin a block in a language."""
+    stop = [f"<|{number}|>" for number in range(64)]
+    assert http.post(PATH, json={"prompt": "hello", "stop": stop}).status_code == 200
 
 
 def test_null_means_the_default_and_unknown_fields_are_ignored(http: httpx.Client) -> None:
