@@ -283,7 +283,9 @@ async def _stream(
             delta = await front_end.generator.off_loop(piece.num_scores, write) if scored else write()
             if delta is not None:
                 version = None if piece.end is None else piece.weight_version
-                yield role + event(head.answer([delta], usage.in_chunk(index), version))
+                *ahead, last = _reasoning_first(delta)
+                told = b"".join(event(head.answer([each], usage.in_chunk(index))) for each in ahead)
+                yield role + told + event(head.answer([last], usage.in_chunk(index), version))
             elif role:
                 yield role
     if request.sampling.wants_states:
@@ -311,6 +313,16 @@ def _delta(
     if (asked.return_token_ids or scores is not None) and delta == _NOTHING:
         delta.content = ""
     return None if delta == _NOTHING else ChatDelta(index, delta, scores, token_ids=token_ids)
+
+
+def _reasoning_first(delta: ChatDelta) -> list[ChatDelta]:
+    """Returns `delta`, behind one of its reasoning if it also holds what follows: Cline and others read text first."""
+    part = delta.delta
+    if part.reasoning_content is None or part == Delta(reasoning_content=part.reasoning_content):
+        return [delta]
+    ahead = ChatDelta(delta.index, Delta(reasoning_content=part.reasoning_content))
+    part.reasoning_content = None
+    return [ahead, delta]
 
 
 def _scores(request: Request, tokenizer: Tokenizer, piece: Piece, asked: AnswerOptions) -> ChatLogprobs | None:
