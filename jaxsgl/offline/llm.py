@@ -85,6 +85,11 @@ class Completion:
         return len(self.prompt_token_ids)
 
     @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of its tokens' log-probabilities, as in vLLM; None: they were not asked for."""
+        return sum(each.logprob for each in self.logprobs) if self.logprobs else None
+
+    @property
     def outputs(self) -> list[Completion]:
         """This sample alone, as in vLLM: the n samples of a prompt are n answers here."""
         return [self]

@@ -317,6 +317,8 @@ def test_samples_follow_their_prompt_and_carry_log_probabilities(llm: LLM) -> No
         assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
         assert (len(answer.logprobs), len(expected.logprobs)) == (6, 0)
         assert all(len(entry.top) == 2 and entry.logprob <= entry.top[0][1] for entry in answer.logprobs)
+        assert answer.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in answer.logprobs))
+        assert expected.cumulative_logprob is None
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_the_outputs_that_it_repeats(llm: LLM) -> None:
