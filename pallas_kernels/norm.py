@@ -31,7 +31,7 @@ class Biased:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A sum of updates on which something is still to be done, in this order, before it is added."""
+    """A sum of updates on which something is still to be done, in this order, before it is added, and after that."""
 
     updates: tuple["Update", ...]
     scales: jax.Array | None = None
@@ -44,6 +44,10 @@ class Finished:
     """Whether its mean is taken off, first of all."""
     factor: float | None = dataclasses.field(default=None, metadata={"static": True})
     """What it is multiplied by, last; None: nothing."""
+    stream_factors: jax.Array | None = None
+    """`[L, 1]`, by whose row `stream_row` the residual stream with the sum is multiplied; None: by none."""
+    stream_row: int | jax.Array | None = None
+    """None where there are no such factors."""
 
 
 # What is added to the residual stream `[T, D]`: that, float32 parts of it `[P, T, D]`, one of these before its bias is
@@ -90,9 +94,17 @@ def add_then_norm(
     x: jax.Array, update: Addend, scales: jax.Array, row: int, eps: float, biases: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """See `add_and_norm`."""
-    x = x + sum_parts(update, x)
+    x = stream_after(x, update)
     normed = rms_norm(x, scale_of(scales, row, x.dtype), eps)
     return x, normed if biases is None else biased(normed, biases, row)
+
+
+def stream_after(x: jax.Array, update: Addend) -> jax.Array:
+    """The residual stream after an update."""
+    x = x + sum_parts(update, x)
+    if not isinstance(update, Finished) or update.stream_factors is None or update.stream_row is None:
+        return x
+    return x * row_of(update.stream_factors, update.stream_row, x.dtype)
 
 
 def biased(normed: jax.Array, biases: jax.Array, row: int) -> jax.Array:

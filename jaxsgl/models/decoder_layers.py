@@ -66,7 +66,7 @@ from jaxsgl.models.streams import AltUp, Laurel, OneStream, Predicted
 from jaxsgl.models.tensor_parallel import TokensOfRanks
 from pallas_kernels import KernelChoice, add_and_norm, add_and_norm_in_float8
 from pallas_kernels.delta_tokens import StateTokens
-from pallas_kernels.norm import Addend, Finished, Update, centred, rms_norm, scale_of, sum_parts
+from pallas_kernels.norm import Addend, Finished, Update, centred, rms_norm, scale_of, stream_after, sum_parts
 from pallas_kernels.short_conv import ConvTokens
 
 AttentionMixer: TypeAlias = Attention | LatentAttention | GroupedMixer | SharedKeysAttention
@@ -196,7 +196,7 @@ class DecoderLayers(Matrices):
         self.activations = activations
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
-        self.streams = AltUp(arch, dtype) if arch.num_streams > 1 else OneStream(arch)
+        self.streams = AltUp(arch, dtype) if arch.num_streams > 1 else OneStream()
         self.last_connection = None if arch.connections is None else LastConnection(arch)
         norm_shape = (arch.hidden_size,)
         self.final_norm, self.final_norm_bias = (
@@ -365,14 +365,23 @@ class DecoderLayers(Matrices):
         if not is_last and step.context.adapters is None:
             readers = self.layers[index + 1].readers(step.kernels)
         out_norm = rows.of(vectors.mlp_out_norm, self.arch.norm_row("mlp_out_norm", index))
-        if self.streams.joins_norms:
-            x_TD, read_TD = self._add(x_TD, updates, out_norm, next_norm, step.kernels, readers)
-            return x_TD, predicted, read_TD
-        x_TD, _ = self._add(x_TD, updates, out_norm, None, step.kernels, ())
-        gate = self.layers[index].embedding_gate
-        of_embedding = None if gate is None else functools.partial(self._of_embedding, gate, index, step)
-        x_TD, predicted = self.streams.after_layer(index, x_TD, predicted, of_embedding, vectors, rows)
-        return x_TD, predicted, x_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
+        gate, kernels = self.layers[index].embedding_gate, step.kernels
+        if isinstance(self.streams, AltUp):
+            assert gate is not None, "layers have embeddings where there are several streams"
+            x_TD, _ = self._add(x_TD, updates, out_norm, None, kernels, ())
+            of_embedding = functools.partial(self._of_embedding, gate, index, step)
+            x_TD, predicted = self.streams.after_layer(index, x_TD, predicted, of_embedding, vectors, rows)
+            return x_TD, predicted, x_TD if next_norm is None else next_norm(x_TD, self.arch.rms_norm_eps)
+        if gate is not None:
+            x_TD, _ = self._add(x_TD, updates, out_norm, None, kernels, ())
+            assert step.embeddings is not None
+            updates, out_norm = (
+                (gate(x_TD, step.embeddings[:, index], kernels),),
+                rows.of(vectors.embedding_norm, index),
+            )
+        factor = rows.of(vectors.layer_factor, index)
+        x_TD, read_TD = self._add(x_TD, updates, out_norm, next_norm, kernels, readers, factor)
+        return x_TD, predicted, read_TD
 
     def state_tokens(self, products: Sequence[jax.Array], positions: jax.Array) -> list[StateTokens | ConvTokens]:
         """What moves the states of each layer that has some, of what these made of tokens, `[T, K', ...]` each.
@@ -461,19 +470,21 @@ class DecoderLayers(Matrices):
         next_norm: Norm | None,
         kernels: KernelChoice,
         readers: Sequence[Weights | None],
+        factor: Row | None = None,
     ) -> tuple[jax.Array, Rows]:
         """The residual stream with updates, normalized by `out_norm` and scaled if there are such, and what is read.
 
-        That is the stream by `next_norm`, or as it is; rounded if all `readers`, matrices, take it so. Each update is
-        `[T, D]` or in parts, as `add_and_norm` takes it.
+        With `factor` the stream is multiplied by that. What is read is the stream by `next_norm`, or as it is; rounded
+        if all `readers`, matrices, take it so. Each update is `[T, D]` or in parts, as `add_and_norm` takes it.
         """
         eps, scale = self.arch.rms_norm_eps, self.arch.residual_scale
         added: Addend = updates[0]
-        if len(updates) > 1 or self.arch.centred or out_norm is not None or scale is not None:
+        if len(updates) > 1 or self.arch.centred or any(each is not None for each in (out_norm, scale, factor)):
             norms, row = (None, None) if out_norm is None else out_norm
-            added = Finished(tuple(updates), norms, row, eps, self.arch.centred, scale)
+            factors, factor_row = (None, None) if factor is None else factor
+            added = Finished(tuple(updates), norms, row, eps, self.arch.centred, scale, factors, factor_row)
         if next_norm is None:
-            x_TD = x_TD + sum_parts(added, x_TD)
+            x_TD = stream_after(x_TD, added)
             return x_TD, x_TD
         restarts = self.arch.encoder is not None and self.arch.encoder.restarts == "everywhere"
         take_rounded = [each is not None and rounds_rows(x_TD.dtype, each) for each in readers]

@@ -1,6 +1,6 @@
 """The residual stream of a model, or several of them: what layers update, and what becomes of it after each layer.
 
-    one      x is what each layer updates; its embedding of a token and its factor come after that, if it has such
+    one      x is what each layer updates
     several  one layer reads and updates the first of S streams; the others follow it (AltUp, arXiv 2301.13310)
              predicted  p = h + C(h_0) h    before a layer, C [S, S] of each token
              corrected  h = p + c(x) (x - p_0)    after it, x being what the layer made of p_0, c [S] of each token
@@ -35,39 +35,15 @@ OfEmbedding: TypeAlias = Callable[[jax.Array], jax.Array]  # a stream `[T, D]` -
 
 
 class OneStream(nnx.Module):
-    """The stream of most models.
-
-    Attributes:
-      joins_norms: nothing comes between a layer's last sum and the norm of what reads it.
-    """
-
-    def __init__(self, arch: ModelArch) -> None:
-        self.joins_norms = not (arch.layer_factors or arch.embedding_size)
+    """The stream of most models: nothing comes between a layer's last sum and the norm of what reads it."""
 
     def opened(self, x_TD: jax.Array, vectors: LayerVectors, rows: LayerRows) -> tuple[jax.Array, Predicted]:
         """What the first layer updates, of what goes into the stream, and what `after_layer` needs of the others."""
         return x_TD, ()
 
-    def after_layer(
-        self,
-        index: int,
-        x_TD: jax.Array,
-        predicted: Predicted,
-        of_embedding: OfEmbedding | None,
-        vectors: LayerVectors,
-        rows: LayerRows,
-    ) -> tuple[jax.Array, Predicted]:
-        """The same for the next layer, or for the last norm, of what a layer made of its stream."""
-        if of_embedding is not None:
-            x_TD = x_TD + of_embedding(x_TD)
-        factor = rows.of(vectors.layer_factor, index)
-        return x_TD if factor is None else x_TD * row_of(*factor, x_TD.dtype), predicted
-
 
 class AltUp(Matrices):
     """Several streams. On several devices each computes all of this whole."""
-
-    joins_norms = False
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
         self.eps, self.num_layers = arch.rms_norm_eps, arch.num_layers
@@ -86,12 +62,11 @@ class AltUp(Matrices):
         index: int,
         x_TD: jax.Array,
         predicted: Predicted,
-        of_embedding: OfEmbedding | None,
+        of_embedding: OfEmbedding,
         vectors: LayerVectors,
         rows: LayerRows,
     ) -> tuple[jax.Array, Predicted]:
-        """See `OneStream`."""
-        assert of_embedding is not None, "layers have embeddings where there are several streams"
+        """The same for the next layer, or for the last norm, of what a layer made of its stream."""
         assert isinstance(predicted, jax.Array)
         weights = _row(rows.of(vectors.stream_corrections, index), x_TD.dtype)
         shares = 1.0 + product_of_few(self._routed(index, x_TD, vectors, rows), weights)

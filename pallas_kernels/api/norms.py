@@ -98,6 +98,9 @@ def _check_update(update: Addend, x: jax.Array) -> None:
             raise ValueError(
                 f"the updates' norm takes row {update.row} of {norms.shape}; it must be a row of [L, {x.shape[1]}]"
             )
+        factors, factor_row = update.stream_factors, update.stream_row
+        if factors is not None and (factors.shape[1:] != (1,) or factor_row is None):
+            raise ValueError(f"the stream's factor is row {factor_row} of {factors.shape}; it must be a row of [L, 1]")
         for each in update.updates:
             _check_update(each, x)
         return

@@ -172,6 +172,8 @@ class KernelShapes:
     """Whether its mean is taken off."""
     residual_scale: float | None = None
     """What it is multiplied by; None: nothing."""
+    has_stream_factors: bool = False
+    """Whether the residual stream is multiplied by a number of its layer's after that."""
     has_norm_bias: bool = False
     has_head_norms: bool = False
     """Whether queries and keys are normalized head by head."""

@@ -43,8 +43,10 @@ def add_and_norm(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | ScaledRows]:
     """See `backend.AddAndNorm`."""
-    if isinstance(update, Finished) and update.row is not None:
-        update = dataclasses.replace(update, row=jnp.full((1,), update.row, jnp.int32))
+    if isinstance(update, Finished):  # its rows are found as that of the norm
+        rows = (update.row, update.stream_row)
+        own_row, stream_row = (None if each is None else jnp.full((1,), each, jnp.int32) for each in rows)
+        update = dataclasses.replace(update, row=own_row, stream_row=stream_row)
     return _of_any_row(x, update, scales, index_of(row), eps, biases, in_float8, interpret)
 
 
@@ -86,6 +88,7 @@ def _kernel(
     finished: Any = update if isinstance(update, Finished) else Finished((update,))  # of references
     row = row_ref[0]  # first: the scales wait for it while the sum is computed
     own_row = None if finished.row is None else finished.row[0]
+    stream_row = None if finished.stream_row is None else finished.stream_row[0]
     token = pl.program_id(0)
     size = x_ref.shape[1]
     column = jnp.arange(width, dtype=jnp.int32)
@@ -116,6 +119,8 @@ def _kernel(
     if finished.factor is not None:
         added = rounded(added * finished.factor)
     total = rounded(stream + added)
+    if stream_row is not None:
+        total = rounded(total * finished.stream_factors[stream_row, 0].astype(jnp.float32))
     normed = normalized(total, scales_ref, row, eps)
     if biases_ref is not None:
         normed = rounded(normed) + load(biases_ref, row)

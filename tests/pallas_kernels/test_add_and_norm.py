@@ -1,5 +1,6 @@
 """Sum and norm of the residual stream, in one kernel and by XLA, are those of float64."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -100,6 +101,26 @@ def test_a_norm_may_have_a_bias(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "xla"])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_stream_is_multiplied_by_its_factor_after_the_update(has_norm: bool, backend: str) -> None:
+    x, update, scales = arrays(100, 3, jnp.bfloat16)
+    factors = jnp.asarray([[9.0], [0.3], [9.0]], jnp.bfloat16)
+    own, row = (scales + 1, 2) if has_norm else (None, None)
+    finished = Finished((update,), own, row, EPS, stream_factors=factors, stream_row=1)
+    total, normed = add_and_norm(x, finished, scales, 1, EPS, backend=backend, interpret=backend == "triton")
+    exact = np.asarray(update, np.float64).sum(axis=0)
+    if own is not None:
+        exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(own, np.float64)[2]
+    exact = (np.asarray(x, np.float64) + exact) * float(factors[1, 0])
+    assert_close(total, exact, jnp.bfloat16)
+    exact = np.asarray(total, np.float64)
+    right = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + EPS) * np.asarray(scales, np.float64)[1]
+    assert_close(normed, right, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"row None of \(3, 1\); it must be a row of \[L, 1\]"):
+        add_and_norm(x, dataclasses.replace(finished, stream_row=None), scales, 1, EPS)
+
+
+@pytest.mark.parametrize("backend", ["triton", "xla"])
 def test_an_update_is_centred_before_it_is_rounded(backend: str) -> None:
     x, update, scales = arrays(64, 3, jnp.bfloat16)
     bias = jnp.full(64, 300, jnp.bfloat16)  # among which a bfloat16 keeps no fraction
@@ -113,7 +134,7 @@ def test_an_update_is_centred_before_it_is_rounded(backend: str) -> None:
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_gpu_runs_one_kernel_that_adds_the_parts_up_and_finds_its_rows(num_parts: int, is_finished: bool) -> None:
     def run(x: jax.Array, update: jax.Array, scales: jax.Array) -> Any:
-        finished = Finished((update,), scales, 1, EPS, centred=True, factor=0.5)
+        finished = Finished((update,), scales, 1, EPS, True, 0.5, stream_factors=jnp.ones((3, 1)), stream_row=2)
         return add_and_norm(x, finished if is_finished else update, scales, 2, EPS)
 
     with on_an_h100():

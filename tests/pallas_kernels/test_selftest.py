@@ -38,7 +38,8 @@ ROUTER = Router(2, "sigmoid", num_groups=2, top_groups=1, choice_bias=True, bias
 SHAPES = KernelShapes(
     num_kv_heads=1, num_groups=2, head_dim=32, page_size=8, hidden_size=64, dtype="float32", kv_dtype="float32",
     norm_dtype="float32", attention=(AttentionOptions(sliding_window=40),), has_sinks=True, has_bias=True,
-    has_out_bias=True, has_out_norms=True, is_centred=True, residual_scale=0.7, has_norm_bias=True, has_head_norms=True,
+    has_out_bias=True, has_out_norms=True, is_centred=True, residual_scale=0.7, has_stream_factors=True,
+    has_norm_bias=True, has_head_norms=True,
     experts=(ExpertShape(3, 32, 16, "float32", ROUTER, 4, True),),
     matrices=(MatrixShape(48, 64, "int4", 32, True, packed.FRAGMENTS), MatrixShape(48, 128, "int8", 64),
               MatrixShape(48, 256, "float8_e4m3fn", 256)),

@@ -120,6 +120,7 @@ def kernel_shapes(
         has_out_norms=bool(arch.normed["mlp_out_norm"]),
         is_centred=arch.centred,
         residual_scale=arch.residual_scale,
+        has_stream_factors=arch.layer_factors,
         has_norm_bias=arch.norm_bias,
         has_head_norms=arch.qk_norm == "head" or any(layer.unit_heads for layer in arch.layers),
         rotates_first=arch.rotates_first,

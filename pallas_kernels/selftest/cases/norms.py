@@ -51,10 +51,12 @@ def norm_cases(shapes: KernelShapes) -> Iterator[Case]:
 def _update(product: jax.Array, bias: jax.Array, scales: jax.Array, shapes: KernelShapes) -> Addend:
     """What the model's layers make of a product."""
     update = Biased(product, bias) if shapes.has_out_bias else product
-    if not shapes.has_out_norms and not shapes.is_centred and shapes.residual_scale is None:
+    has_factors, factor = shapes.has_stream_factors, shapes.residual_scale
+    if not shapes.has_out_norms and not shapes.is_centred and not has_factors and factor is None:
         return update
     norms, row = (scales, ROW + 1) if shapes.has_out_norms else (None, None)
-    return Finished((update,), norms, row, EPS, shapes.is_centred, shapes.residual_scale)
+    factors, factor_row = (scales[:, :1], ROW) if has_factors else (None, None)
+    return Finished((update,), norms, row, EPS, shapes.is_centred, factor, factors, factor_row)
 
 
 def _added(
