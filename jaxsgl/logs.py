@@ -128,9 +128,9 @@ class Output:
         """Writes `text` as it is."""
         self.stderr.writer.put(_encoded(self._clean(text)))
 
-    def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Writes what standard error takes within `timeout_s` seconds. Later lines are written, too."""
-        self.stderr.close(timeout_s)
+    def close(self) -> None:
+        """Writes what standard error takes within `FLUSH_S` seconds. Later lines are written, too."""
+        self.stderr.close(FLUSH_S)
 
     def _take(self, process_name: str, line: bytes) -> None:
         """Passes on a line that some process wrote to its standard error."""

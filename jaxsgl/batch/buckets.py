@@ -458,7 +458,7 @@ def _reaching(sizes: Sequence[int], largest: int) -> tuple[int, ...]:
     return tuple(ascending[: bisect_left(ascending, largest) + 1])
 
 
-def joint_shapes(sizes: tuple[int, ...], num_ranks: int, few_sizes: bool = False) -> tuple[tuple[int, int], ...]:
+def joint_shapes(sizes: tuple[int, ...], num_ranks: int, few_sizes: bool) -> tuple[tuple[int, int], ...]:
     """Shapes (M, T) of steps that ranks share, ascending; () of one rank.
 
     `sizes` are those of one rank's batches, ascending. M, places in MLPs for the tokens of all ranks, grows by halves

@@ -194,7 +194,7 @@ class BatchBuilder:
             takes_part = step < steps
             slots = self._slots_at(rows, np.where(takes_part, positions + step, 0))
             arrays.slots[:, :n] = np.where(takes_part, slots, 0)
-        return self._finish(bucket, packed, arrays, rows, n if steps is None else int(steps.sum()), works=())
+        return self._finish(bucket, packed, arrays, rows, n if steps is None else int(steps.sum()), (), rows)
 
     def verify(self, works: Sequence[Work]) -> StepInputs:
         """Extends the sequences of `works` by their last known token and drafts, and chooses a token after each."""
@@ -275,10 +275,9 @@ class BatchBuilder:
         rows: IntArray,
         num_tokens: int,
         works: Sequence[Work],
-        choosers: IntArray | None = None,
+        choosers: IntArray,
     ) -> StepInputs:
         if bucket.sampled:
-            choosers = rows if choosers is None else choosers
             arrays.sampling[:, : len(choosers)] = self.sampling.bits(choosers)
         if bucket.adapter_columns:
             assert self._adapters is not None and arrays.adapters is not None and arrays.column_owners is not None

@@ -23,7 +23,7 @@ async def load(
     name: str,
     folder: str,
     *,
-    pinned: bool = False,
+    pinned: bool,
     replace: bool = False,
     alias: str = "",
 ) -> Answer:

@@ -385,17 +385,17 @@ class Generator:
             prediction_ids=prediction_ids,
         )
 
-    async def tokenize_all(self, prompts: Sequence[Prompt], least_output: int = 1) -> list[list[int]]:
-        """Returns the ids of each of `prompts`; the context must have room for `least_output` (0 or 1) tokens more.
+    async def tokenize_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Returns the ids of each of `prompts`; the context must have room for a token more.
 
         Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
         """
-        return [ids for ids, _ in await self._read_all(prompts, least_output)]
+        return [ids for ids, _ in await self._read_all(prompts, 1)]
 
     async def _read_all(
-        self, prompts: Sequence[Prompt], least_output: int = 1
+        self, prompts: Sequence[Prompt], least_output: int
     ) -> list[tuple[list[int], tuple[MediaItem, ...]]]:
-        """Returns the ids and the media of each of `prompts`."""
+        """The ids and media of `prompts`; the context must have room for `least_output` (0 or 1) tokens more."""
         model = self.model
         limits = model.info.limits
 

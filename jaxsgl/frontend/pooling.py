@@ -118,8 +118,8 @@ async def scores_of_pairs(
     spec: PoolingSpec,
     pairs: Sequence[Pair],
     call: PoolingCall,
-    instruction: str | None = None,
-    truncation: Truncation | None = None,
+    instruction: str | None,
+    truncation: Truncation | None,
 ) -> Scores:
     """How well the second text of each pair answers the first, by a model that pools as `spec` says."""
     model = generator.model

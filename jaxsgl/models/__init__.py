@@ -5,9 +5,9 @@ The engine uses three things: `arch_from_folder` (the model's shape), `resolve_p
 """
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.arch_file import arch_from_folder, arch_from_values
+from jaxsgl.models.arch_file import arch_from_folder
 from jaxsgl.models.decoder import Decoder, Params, abstract_model
-from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
+from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.layers import Attend, Qkv
 from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.rope import RopeParams
@@ -20,7 +20,6 @@ __all__ = [
     "ImageTokens",
     "LayerSpec",
     "ModelArch",
-    "MoeMlp",
     "Params",
     "Precision",
     "Qkv",
@@ -28,7 +27,6 @@ __all__ = [
     "StepContext",
     "abstract_model",
     "arch_from_folder",
-    "arch_from_values",
     "cpu_multiplies_bfloat16",
     "kv_cache_flag",
     "resolve_precision",

@@ -115,7 +115,7 @@ class ConfigFile:
         self._sections.append(ConfigFile(self.path, values, f"{self._within}{key}."))
         return self._sections[-1]
 
-    def refuse_unread(self, architecture: str, ignored: frozenset[str] = frozenset()) -> None:
+    def refuse_unread(self, architecture: str, ignored: frozenset[str]) -> None:
         """Raises `CheckpointError` for a key that may change results and that was not asked for.
 
         What is off (null, false, 0, empty) changes nothing, and `ignored` are keys that the family's own code ignores.

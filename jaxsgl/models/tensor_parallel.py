@@ -146,7 +146,7 @@ def _of_this_rank(x: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(DATA_AXIS) * size, size)
 
 
-def on_first_part(x: jax.Array, logical: str = "kv_heads") -> jax.Array:
+def on_first_part(x: jax.Array, logical: str) -> jax.Array:
     """`x` on one device and zeros on the others: what must go once into a sum of parts, as a bias."""
     return x if num_parts(logical) == 1 else jnp.where(part_index(logical) == 0, x, jnp.zeros_like(x))
 

@@ -579,7 +579,7 @@ def too_long(words: str) -> InvalidRequest:
     return error
 
 
-def check_prompt_len(prompt_len: int, context_length: int, least_output: int = 1) -> None:
+def check_prompt_len(prompt_len: int, context_length: int, least_output: int) -> None:
     """Raises `InvalidRequest` unless `prompt_len` tokens leave room for `least_output` (0 or 1) in the context."""
     if not least_output and prompt_len > context_length:
         raise too_long(

@@ -111,7 +111,7 @@ class Arrivals:
         self.take_over(samples, since_s)
         return replies
 
-    def take_over(self, samples: list[Req], since_s: float | None = None) -> None:
+    def take_over(self, samples: list[Req], since_s: float | None) -> None:
         """Puts `samples` at the end of the queue, which wait since now, or elsewhere since `since_s`."""
         for i, req in enumerate(samples):
             req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i

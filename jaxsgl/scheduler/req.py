@@ -368,7 +368,7 @@ class Req:
         self.num_launched = len(self.output_ids) + 1
         return True
 
-    def launch_decode(self, num_tokens: int = 1) -> bool:
+    def launch_decode(self, num_tokens: int) -> bool:
         """Counts `num_tokens` more sampled tokens as in flight; False if they are the last that it may generate."""
         self.kv_len += num_tokens
         self.num_launched += num_tokens

@@ -462,34 +462,34 @@ def write_head_config(model: str, folder: Path) -> Path:
     return folder
 
 
-def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Writes config.json and random weights in one model.safetensors; returns `folder`.
+def write_checkpoint(shape: str, folder: Path) -> Path:
+    """Writes config.json and random weights in bfloat16 in one model.safetensors; returns `folder`.
 
     Needs twice the size of the model in memory. Weights of other families than Qwen3 are transformers'.
     """
     config = SHAPES[shape]
     if config["model_type"] != "qwen3":
-        return _write_by_transformers(shape, folder, dtype, seed)
-    rng = np.random.default_rng(seed)
+        return _write_by_transformers(shape, folder)
+    rng = np.random.default_rng(0)
     tensors = {}
     for name, dims in tensor_shapes(config).items():
         if len(dims) == 1:
             values = np.ones(dims, np.float32)
         else:
             values = rng.standard_normal(dims, np.float32) / np.float32(dims[1] ** 0.5)
-        tensors[name] = values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        tensors[name] = values.astype(ml_dtypes.bfloat16)
     write_config(shape, folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _write_by_transformers(shape: str, folder: Path, dtype: str, seed: int) -> Path:
+def _write_by_transformers(shape: str, folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = AutoConfig.from_pretrained(write_config(shape, folder))
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 

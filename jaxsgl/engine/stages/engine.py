@@ -36,7 +36,6 @@ from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
-from jaxsgl.engine.kernels.tester import KernelTester
 from jaxsgl.engine.launcher import LaunchedHandle
 from jaxsgl.engine.layer_state import LayerStates
 from jaxsgl.engine.programs import ProgramSet
@@ -211,7 +210,6 @@ class StagedEngine:
         config: EngineConfig,
         *,
         progress: bool = True,
-        kernel_tester: KernelTester | None = None,
         hosts: Hosts = Alone(),
         neighbours: Neighbours = Neighbours(),
     ) -> None:
@@ -220,7 +218,7 @@ class StagedEngine:
         `neighbours` are the hosts with the stages before and after those of this one.
         """
         start_s = time.monotonic()
-        opened = open_model(config, kernel_tester, hosts)
+        opened = open_model(config, None, hosts)
         self.arch = opened.arch
         cuts = layers_of_stages(opened.arch, opened.precision.weights, config.pp_size)
         own = config.own_stages

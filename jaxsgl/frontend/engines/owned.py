@@ -56,7 +56,7 @@ async def start_child(
             os.close(stderr)
 
 
-def how_it_ended(status: int, killed: bool = False) -> str:
+def how_it_ended(status: int, killed: bool) -> str:
     """Returns a process's end in words, from its exit status; a negative one is a signal's number.
 
     `killed`: by this server, so that there is nothing to guess.

@@ -291,7 +291,7 @@ class Throughput:
     `load` gives the engine's latest load, `clock` seconds. `sample` must be called about once a second.
     """
 
-    def __init__(self, load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, load: Callable[[], Load], clock: Callable[[], float]) -> None:
         self._load = load
         self._clock = clock
         self._loads = deque([(clock(), load())])

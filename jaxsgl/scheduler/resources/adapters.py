@@ -75,7 +75,7 @@ class AdapterTable(Resource):
         """Those that requests may name, in order of their loading."""
         return tuple(self.by_name)
 
-    def why_not(self, name: str, rank: int, pinned: bool, replace: bool, alias: str = "") -> str | None:
+    def why_not(self, name: str, rank: int, pinned: bool, replace: bool, alias: str) -> str | None:
         """Why an adapter can't be loaded; None if it can."""
         same = self.by_name.get(name)
         for given in (name, alias):

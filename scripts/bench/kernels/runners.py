@@ -115,7 +115,7 @@ class Timing:
     cpu_seconds: float = 0.0
 
 
-def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timing:
+def time_alone(runner: Runner, repeats: int, target_s: float = 0.03) -> Timing:
     """Times a runner on an accelerator: each repeat enqueues passes for about `target_s`; the median counts."""
     runner.run(2)
     begin = time.perf_counter()
@@ -129,7 +129,7 @@ def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timi
     return Timing(statistics.median(seconds), min(seconds), max(seconds))
 
 
-def time_in_turns(runners: Mapping[str, Runner], repeats: int = 10) -> dict[str, Timing]:
+def time_in_turns(runners: Mapping[str, Runner], repeats: int) -> dict[str, Timing]:
     """Times runners on a CPU: they take turns, other memory is written before each, and the fastest repeat counts.
 
     The KV is then as cold as between the layers of a model, and the load of other processes slows down all runners

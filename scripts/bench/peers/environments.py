@@ -37,13 +37,13 @@ PACKAGES = {
 }
 
 
-def interpreter(environment: str, folder: Path = FOLDER) -> str:
-    """The Python of `environment` under `folder`; "" is the running one. Raises `CannotRun` if it isn't installed."""
+def interpreter(environment: str) -> str:
+    """The Python of `environment` under `FOLDER`; "" is the running one. Raises `CannotRun` if it isn't installed."""
     if not environment:
         return sys.executable
-    found = folder / environment / "bin" / "python"
+    found = FOLDER / environment / "bin" / "python"
     if not found.exists():
-        raise CannotRun(f"{folder / environment} is no environment: --install makes it")
+        raise CannotRun(f"{FOLDER / environment} is no environment: --install makes it")
     return str(found)
 
 

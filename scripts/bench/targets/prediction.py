@@ -419,7 +419,7 @@ def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSU
     return chains * heads
 
 
-def unwritten_bytes(batch: Batch, facts: dict[str, int], most_written: int, assumed: Assumed = ASSUMED) -> float:
+def unwritten_bytes(batch: Batch, facts: dict[str, int], most_written: int, assumed: Assumed) -> float:
     """What a decode's attention leaves of the room for splits, of which rows of one length have as many as fill slots.
 
     Other rows have more, so a program has room for more splits; no kernel writes or reads the planes left over.

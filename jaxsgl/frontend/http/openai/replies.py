@@ -63,7 +63,7 @@ class Usage(msgspec.Struct):
             self.completion_tokens_details.rejected_prediction_tokens += end.speculated.rejected_prediction_tokens
 
 
-def new_usage(predicted: bool = False) -> Usage:
+def new_usage(predicted: bool) -> Usage:
     """Returns one of no tokens; `predicted`: the request has a prediction."""
     return Usage(completion_tokens_details=CompletionDetails() if predicted else UNSET)
 
@@ -186,7 +186,7 @@ class AnswerHead(msgspec.Struct, frozen=True):
     def answer(
         self,
         choices: list[ChatChoice] | list[ChatDelta] | list[TextChoice],
-        usage: Usage | UnsetType | None = UNSET,
+        usage: Usage | UnsetType | None,
         weight_version: str | None = None,
         sglext: dict[str, str] | UnsetType = UNSET,
         prompt_token_ids: list[int] | UnsetType = UNSET,

@@ -92,7 +92,7 @@ async def speech_of(http: HttpRequest) -> Speech:
     return Speech(body, data[form.start : form.stop])
 
 
-async def answer_speech(front_end: FrontEnd, speech: Speech, adapter: str = "", translates: bool = False) -> Response:
+async def answer_speech(front_end: FrontEnd, speech: Speech, adapter: str, translates: bool = False) -> Response:
     """Returns what is said, or its translation, of the model with `adapter`.
 
     Raises `InvalidRequest`, and as `Generator.start`.

@@ -41,15 +41,13 @@ class Live:
 
     Args:
       engine: the replicas.
-      interval_s: between two questions, in seconds.
 
     Attributes:
       num_viewers: streams that are open.
     """
 
-    def __init__(self, engine: Replicas, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, engine: Replicas) -> None:
         self._engine = engine
-        self._interval_s = interval_s
         self._since = [0] * len(engine.links)
         self._next: asyncio.Future[bytes] | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -81,7 +79,7 @@ class Live:
                 self._told().set_exception(error)
                 return
             self._told().set_result(event(data))
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(INTERVAL_S)
 
     def _told(self) -> asyncio.Future[bytes]:
         """Returns what all viewers wait for; those that come or go on from now wait for another event."""
