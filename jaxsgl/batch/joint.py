@@ -36,7 +36,7 @@ def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
     pools, states, chooses = (
         any(getattr(bucket, name) for bucket in of_batches) for name in ("pools", "states", "chooses")
     )
-    variant = Variant(*(any(flags) for flags in zip(*map(_variant, of_batches), strict=True)))
+    variant = Variant(*(any(getattr(bucket, name) for bucket in of_batches) for name in Variant._fields))
     num_tokens, num_seqs = (max(getattr(batch, name) for batch in batches) for name in ("num_tokens", "num_seqs"))
     if kinds == {"decode"}:
         bucket = buckets.decode(num_seqs, variant)
@@ -48,10 +48,6 @@ def common_bucket(buckets: BucketSet, batches: Sequence[StepInputs]) -> Bucket:
         bucket = buckets.extend(num_tokens, num_seqs, variant)
     bucket = buckets.joint(bucket, sum(batch.num_tokens for batch in batches))
     return replace(bucket, states=states, chooses=chooses) if states or chooses else bucket
-
-
-def _variant(bucket: Bucket) -> Variant:
-    return Variant(bucket.sampled, bucket.featured, bucket.filtered)
 
 
 def joined(bucket: Bucket, batches: Sequence[StepInputs | None], num_rows: int, vocab_size: int) -> StepInputs:

@@ -100,7 +100,7 @@ class Life(Protocol):
         ...
 
 
-async def live(server: Life, stop: Coroutine[Any, Any, None]) -> int:
+async def live(server: Life, stop: Coroutine[Any, Any, object]) -> int:
     """Serves until `stop` returns (returns 0 then), or until `server` can't go on. Raises `StartupError`."""
     stopped = asyncio.create_task(stop)
     living = asyncio.create_task(server.run())

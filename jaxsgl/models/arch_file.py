@@ -20,7 +20,7 @@ from jaxsgl.models import quantization
 from jaxsgl.models.arch import WITHOUT_GATES, Activation, Head, ModelArch
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.encoder import Encoder, read_second_after
-from jaxsgl.models.end_tokens import end_token_of_tokenizer, read_end_tokens
+from jaxsgl.models.end_tokens import read_end_tokens, token_of_tokenizer
 from jaxsgl.models.families import BY_DECODER, BY_TOWER, FAMILIES, TOLD_NAMES
 from jaxsgl.models.families.encoders import ENCODERS
 from jaxsgl.models.family import Family, OutputGate, Parallel
@@ -417,7 +417,7 @@ def _read_cap(config: ConfigFile, has_caps: bool, key: str) -> float | None:
 
 def _with_end_of_tokenizer(arch: ModelArch, folder: Path) -> ModelArch:
     """`arch`, whose generations end with the tokenizer's own end token, too."""
-    end = end_token_of_tokenizer(folder, arch.vocab_size)
+    end = token_of_tokenizer("eos_token", folder, arch.vocab_size)
     if end is None or end in arch.eos_token_ids:
         return arch
     return replace(arch, eos_token_ids=(*arch.eos_token_ids, end))

@@ -34,11 +34,6 @@ def read_end_tokens(*configs: ConfigFile | None) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def end_token_of_tokenizer(folder: Path, vocab_size: int) -> int | None:
-    """The id of tokenizer_config.json's `eos_token`, as `token_of_tokenizer` finds it."""
-    return token_of_tokenizer("eos_token", folder, vocab_size)
-
-
 def token_of_tokenizer(key: str, folder: Path, vocab_size: int, default: str | None = None) -> int | None:
     """The id of a token of tokenizer_config.json, or of the text `default` if the file doesn't name it.
 

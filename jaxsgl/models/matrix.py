@@ -251,7 +251,7 @@ def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
     if not isinstance(weights, Matrix):
         return weights.astype(dtype)
     weights = weights.unpacked()
-    values = _in_column_order(weights, dtype)
+    values = widened(weights.numbers, weights.scale, weights.zero, weights.group, dtype)
     if weights.order is None:
         return values
     return jnp.zeros_like(values).at[..., weights.order].set(values)
@@ -383,7 +383,3 @@ def _native_product(rows_TD: jax.Array, weights: Matrix, activation: str | None 
     if activation is None and scale.shape[1] == 1 and native_product.refuse(rows_TD, numbers) is None:
         return native_product.rows_product(rows_TD, numbers) * scale[:, 0]
     return None
-
-
-def _in_column_order(weights: Matrix, dtype: DTypeLike) -> jax.Array:
-    return widened(weights.numbers, weights.scale, weights.zero, weights.group, dtype)

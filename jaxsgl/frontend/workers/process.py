@@ -77,7 +77,7 @@ class Worker:
         readiness, following = asyncio.create_task(self._tell_readiness()), asyncio.create_task(self._follow())
         following.add_done_callback(lambda _: self._drains.set())  # it ends by a bug only
         try:
-            return await live(self._server, self._told_to_drain())
+            return await live(self._server, self._drains.wait())
         except StartupError as error:
             self._channel.send(StartFailed(str(error)))
             return 1
@@ -99,10 +99,6 @@ class Worker:
     async def _tell_readiness(self) -> None:
         await self._server.serving.wait()
         self._channel.send(WorkerReady())
-
-    async def _told_to_drain(self) -> None:
-        """Waits until the parent says so."""
-        await self._drains.wait()
 
     async def _follow(self) -> None:
         """Follows orders to the end, while it drains too. Ends the process at once when the parent has died."""

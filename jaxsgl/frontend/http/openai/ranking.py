@@ -213,7 +213,7 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: PoolingC
     truncation = _truncation(front_end, body)
     query = _fitting(generator.model, body.query, truncation)
     prompts = _with_query(body, query, prompts_of(body.items, True), truncation)
-    answers = await pool(generator, prompts, call, _labels(body))
+    answers = await pool(generator, prompts, call, Pooling(tuple(body.label_token_ids)))
     shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
     answer = {"scores": shares, "model": answering(front_end, call), "object": "scoring", "usage": usage_of(answers)}
     return json_response(encode(answer))
@@ -250,10 +250,6 @@ def _with_query(
     if len(lists) < len(items):
         raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
     return [IdsPrompt([*ids, *query] if body.item_first else [*query, *ids], truncation=truncation) for ids in lists]
-
-
-def _labels(body: ScoreRequest) -> Pooling:
-    return Pooling(tuple(body.label_token_ids or ()))
 
 
 def _shares(answer: PoolingAnswer, among_labels: bool) -> list[float]:

@@ -245,7 +245,7 @@ def constrained(
         if asked is not None:  # no call is possible, so that none is looked for
             form = replace(form, use=replace(use, callable={}))
         return form, _behind_reasoning(form, asked, budget)
-    is_free = call_form.bare or (budget is None and (free_calls or not _has_grammars(form)))
+    is_free = call_form.bare or (budget is None and (free_calls or not form.model.tokenizer.has_grammars))
     if is_free and not must and asked is None:
         return form, _behind_reasoning(form, None, budget)
     try:
@@ -261,10 +261,6 @@ def constrained(
 def _leaves_no_calls(form: CallForm, asked: Grammar) -> bool:
     """Whether no call can stand next to `asked`: llguidance doesn't tell a call's bare object of JSON from another."""
     return form.bare == "{" or (bool(form.bare) and asked.kind in WITHOUT_PLACE)
-
-
-def _has_grammars(form: AnswerForm) -> bool:
-    return form.model.tokenizer.has_grammars
 
 
 def _behind_reasoning(form: AnswerForm, asked: Grammar | None, budget: int | None) -> Grammar | None:
