@@ -66,6 +66,7 @@ _CALL_NAMES = {
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
 REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
 
+_MISTRAL_V11 = re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]")
 # What a chat template holds if its model writes calls in a form; the first that fits counts.
 _CALL_SIGNS = (
     (re.compile(r"<\|channel\|>"), HARMONY),
@@ -86,7 +87,7 @@ _CALL_SIGNS = (
     (re.compile(r"<\|tool_call>"), "gemma4"),
     (re.compile(r"<tool_call>"), "hermes"),
     (re.compile(r"<tool_calls>"), "hunyuan"),
-    (re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]"), "mistral_v11"),
+    (_MISTRAL_V11, "mistral_v11"),
     (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
     (re.compile(r"\[func_name1\("), "pythonic"),
     (re.compile(r'"parameters": dictionary|<\|python_tag\|>'), "llama3"),
@@ -207,12 +208,15 @@ def dialect_of(
 ) -> Dialect:
     """Returns what the flags say, or else what the chat template shows. Raises `ConfigError` for unknown names.
 
+    "mistral" names all forms of Mistral's, as in vLLM and SGLang: the template shows which of them it is.
     If neither says anything, answers are read by the tokenizer's `response_template`, if it has one.
     """
     is_auto = tool_call_parser == reasoning_parser == AUTO
     calls = _named("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS, _CALL_NAMES)
     reasoning = _named("--reasoning-parser", reasoning_parser, REASONING_PARSERS, _REASONING_NAMES)
     template = chat_template or ""
+    if calls == "mistral" and _MISTRAL_V11.search(template):
+        calls = "mistral_v11"
     if calls == AUTO:
         by_token = next((_CALL_TOKENS[token] for token in special_tokens if token in _CALL_TOKENS), NONE)
         calls = next((name for sign, name in _CALL_SIGNS if sign.search(template)), by_token)

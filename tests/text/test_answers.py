@@ -702,6 +702,7 @@ def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> Non
     assert dialect_of(None, "qwen25", "qwen3") == dialect_of(None, "hermes", "think")
     assert dialect_of("<|channel|>") == dialect_of(None, "openai", "openai_gptoss")
     assert dialect_of(None, "granite4", "nemotron_v3") == dialect_of(None, "hermes", "think")
+    assert dialect_of("[TOOL_CALLS]{{ name }}[ARGS]", "mistral") == dialect_of(None, "mistral_v11", "none")
     with pytest.raises(ConfigError, match="--tool-call-parser is klingon, but must be one of auto, none"):
         dialect_of(None, "klingon")
 
