@@ -1,15 +1,17 @@
-"""JSON in the texts of models: its values, and where one ends in a text that comes in pieces.
+"""JSON in the texts of models: its values, some as Python spells them; where one ends in a text that comes in pieces.
 
 Never knows tool calls; the modules that read them use it.
 """
 
 from __future__ import annotations
 
+import ast
 import enum
 from typing import Any
 
 import msgspec
 
+_WORDS = {"true": True, "false": False, "null": None}
 BROKEN = object()  # stands for the value of a text that is no JSON
 _OUTSIDE = frozenset(
     '{}[]:,"-+.0123456789 \t\n\r' + "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -28,6 +30,27 @@ def decoded(text: str) -> Any:
 def encoded(value: object) -> str:
     """Returns a value as JSON. Raises `TypeError` or `ValueError` for what JSON can't hold."""
     return msgspec.json.encode(value).decode()
+
+
+def literal(text: str) -> Any:
+    """Returns the value of JSON or of a literal of Python, where true, false and null are known, too; or `BROKEN`."""
+    if not text:
+        return BROKEN
+    if (value := decoded(text)) is not BROKEN:
+        return value
+    try:
+        tree = ast.parse(f"({text}\n)", mode="eval")  # in brackets it may have lines
+        return ast.literal_eval(_Words().visit(tree))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return BROKEN
+
+
+class _Words(ast.NodeTransformer):
+    """Replaces the words of JSON by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Returns the value of a word, or other names as they are."""
+        return ast.copy_location(ast.Constant(_WORDS[node.id]), node) if node.id in _WORDS else node
 
 
 class Scan(enum.Enum):

@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 from jaxsgl.requests.json_schemas import DEFINITIONS, NAMING, VALUES
-from jaxsgl.text.json_text import BROKEN, decoded
+from jaxsgl.text.json_text import BROKEN, decoded, encoded, literal
 
 _MAX_DEPTH = 50  # of schemas that are looked into; what lies deeper counts as unknown
 _JOINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
@@ -25,15 +25,32 @@ _OF_OBJECTS = (
 def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     """Returns the value that `text` stands for, if the schema of `key` takes anything but texts; else `text`.
 
-    If it takes texts and others, a value of a type that it doesn't take is a text.
+    If it takes texts and others, a value of a type that it doesn't take is a text. A list or an object that the schema
+    takes and no text may be spelled as in Python, or as in a string of JSON, with a backslash before each quote.
     """
     types = types_of(schema_of(parameters, key), parameters)
     if is_text(parameters, key):
         return text
     value = decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip()))
+    if value is BROKEN and types is not None and "string" not in types:
+        value = _misspelled(text.strip())
+        return value if _type_of(value) in types & {"array", "object"} else text
     if value is BROKEN or (types is not None and "string" in types and _type_of(value) not in types):
         return text
     return value
+
+
+def _misspelled(text: str) -> Any:
+    """Returns the value of a text that is no JSON but means some, or `BROKEN`."""
+    if not text.startswith(("[", "{")):
+        return BROKEN
+    inner = decoded(f'"{text}"')
+    if isinstance(inner, str) and (value := decoded(inner)) is not BROKEN:
+        return value
+    try:
+        return decoded(encoded(literal(text)))
+    except (TypeError, ValueError, RecursionError):  # what JSON can't hold
+        return BROKEN
 
 
 def is_text(parameters: Mapping[str, Any], key: str) -> bool:

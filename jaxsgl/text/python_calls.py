@@ -8,12 +8,11 @@ values are Python's, or JSON. calls.py makes calls of them.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsgl.text.json_text import BROKEN, MAX_DEPTH, JsonScanner, Scan, decoded
+from jaxsgl.text.json_text import BROKEN, MAX_DEPTH, JsonScanner, Scan, literal
 from jaxsgl.text.parameters import parameters_of
 
 _NAME = re.compile(r"\s*([^\s()\[\]{},='\"]+)\s*\(\s*")
@@ -23,7 +22,6 @@ _STRING = r"""\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n]
 _PIECE = re.compile(rf"{_STRING}|[()\[\]{{}},]", re.DOTALL)
 _COMMA, _NEXT_LINE = re.compile(r"\s*,\s*"), re.compile(r"\s*[,\n]\s*")
 _SPACE = re.compile(r"\s*")
-_WORDS = {"true": True, "false": False, "null": None}
 _OUTSIDE = re.compile(r"""['"()\[\]{}<]""")
 _IN_STRING = {
     quote: re.compile(rf"\\|{quote[0]}" + ("" if len(quote) == 3 else "|\n")) for quote in ("'", '"', "'''", '"""')
@@ -65,7 +63,7 @@ def _arguments(text: str, place: int, schema: Mapping[str, Any]) -> tuple[dict[s
         if match is None or not (match[1] in known or _PLAIN_KEY.fullmatch(match[1])):
             return None
         end = _end_of_value(text, match.end())
-        value = BROKEN if end is None else _value(text[match.end() : end].strip())
+        value = BROKEN if end is None else literal(text[match.end() : end].strip())
         if end is None or value is BROKEN:
             return None
         arguments[match[1]] = value
@@ -84,27 +82,6 @@ def _end_of_value(text: str, place: int) -> int | None:
         if len(piece) == 1:
             depth += (piece in "([{") - (piece in ")]}")
     return None
-
-
-def _value(text: str) -> Any:
-    """Returns the value of JSON or of a literal of Python, where true, false and null are known, too; or `BROKEN`."""
-    if not text:
-        return BROKEN
-    if (value := decoded(text)) is not BROKEN:
-        return value
-    try:
-        tree = ast.parse(f"({text}\n)", mode="eval")  # in brackets it may have lines
-        return ast.literal_eval(_Words().visit(tree))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return BROKEN
-
-
-class _Words(ast.NodeTransformer):
-    """Replaces the words of JSON by their values."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Returns the value of a word, or other names as they are."""
-        return ast.copy_location(ast.Constant(_WORDS[node.id]), node) if node.id in _WORDS else node
 
 
 class PythonScanner(JsonScanner):

@@ -495,6 +495,11 @@ DEFINED: dict[str, Any] = {
         ({"$ref": "#/$defs/Self"}, "3", "3"),
         ({"$ref": "#/$defs/Deep0"}, "3", "3"),
         ({"$ref": "#/$defs/none"}, "3", "3"),
+        ({"type": "array"}, "[{'a': True, \"b\": None}]", [{"a": True, "b": None}]),
+        ({"type": "object"}, r"{\"a\": \"C:\\\\x\"}", {"a": "C:\\x"}),
+        ({"type": "array"}, "[1j, f()]", "[1j, f()]"),
+        ({"type": "array"}, "{'a': 1}", "{'a': 1}"),
+        ({"type": ["array", "string"]}, "['a']", "['a']"),
     ],
 )
 def test_a_value_in_tags_is_of_a_type_that_its_schema_takes(schema: Any, text: str, value: object) -> None:
