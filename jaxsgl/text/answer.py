@@ -103,10 +103,10 @@ class AnswerParser:
         self._buffer = ""
         self._region: Region | None = None
         self._num_calls = 0
-        self._mode = "content"
-        if reasoning is not None:
-            self._mode = "reasoning" if reasoning_is_open or reasoning.opens_itself else "start"
-        self._strip = self._mode == "reasoning" and separate  # space that comes next
+        self._mode = "content" if reasoning is None else "start"
+        is_open = reasoning is not None and (reasoning_is_open or reasoning.opens_itself)
+        self._unopened = "reasoning" if is_open else "content"  # what an answer is that doesn't open its reasoning
+        self._strip = is_open and separate  # space that comes next
         self._may_be_bare = True  # nothing was written yet
         self._spaces = ""  # held back: dropped if a call or the end of the reasoning follows
 
@@ -141,7 +141,7 @@ class AnswerParser:
         return self._read_content(parts, final)
 
     def _begin(self, final: bool) -> bool:
-        """Decides whether the answer begins with reasoning."""
+        """Decides whether the answer begins with reasoning. It may open what is open."""
         assert self._reasoning is not None
         text = self._buffer.lstrip()
         opening = next((opening for opening in self._reasoning.opens if text.startswith(opening)), None)
@@ -151,7 +151,7 @@ class AnswerParser:
                 self._strip = True
                 self._buffer = text[len(opening) :]
         elif final or not any(opening.startswith(text) for opening in self._reasoning.opens):
-            self._mode = "content"
+            self._mode = self._unopened
         else:
             return False
         return True

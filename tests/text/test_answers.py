@@ -653,6 +653,17 @@ def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
     assert result(always, ["Well.</think>Hi."]) == ("Well.", "Hi.", [])
 
 
+@pytest.mark.parametrize("size", [1, 100])
+def test_reasoning_that_is_open_may_be_opened_once_more(size: int) -> None:
+    text = "\n<think>\nWell <think>.</think>Hi."
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert result(dialect_of(None, "none", "deepseek-r1").parser({}), pieces) == ("Well <think>.", "Hi.", [])
+    asked = dialect_of(None, "none", "think").parser({}, reasoning_is_open=True)
+    assert result(asked, pieces) == ("Well <think>.", "Hi.", [])
+    whole = dialect_of(None, "none", "deepseek-r1").parser({}, separate=False)
+    assert result(whole, pieces)[:2] == ("", text)
+
+
 @pytest.mark.parametrize(
     ("template", "calls", "reasoning"),
     [
