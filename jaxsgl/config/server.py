@@ -18,19 +18,21 @@ from jaxsgl.errors import ConfigError
 # The names that text/dialects.py knows; a test compares them, since flags import no text.
 TOOL_CALL_PARSERS = (
     "auto", "none",
-    "hermes", "qwen3_coder", "seed_oss", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2", "deepseek_v31",
-    "deepseek_v3", "minimax_m2", "granite", "phi4_mini", "functools", "hunyuan", "nemotron", "cohere", "olmo3", "lfm2",
-    "pythonic", "gemma4", "json", "gpt-oss",
+    "hermes", "longcat", "qwen3_coder", "seed_oss", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2",
+    "deepseek_v31", "deepseek_v3", "minimax_m2", "granite", "phi4_mini", "functools", "hunyuan", "nemotron", "cohere",
+    "olmo3", "lfm2", "pythonic", "gemma4", "json", "gpt-oss",
     "qwen", "qwen25", "smollm3", "granite4", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json",
     "llama4_pythonic", "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "phi4_mini_json", "hunyuan_a13b",
-    "nemotron_json", "llama_nemotron_json", "openai", "cohere_command3", "cohere_command4",
+    "nemotron_json", "llama_nemotron_json", "openai", "mimo", "step3p5", "ernie45", "jamba", "cohere_command3",
+    "cohere_command4",
 )  # fmt: skip
 REASONING_PARSERS = (
     "auto", "none",
     "think", "think_answer", "think_always", "mistral", "seed_oss", "granite", "cohere", "gemma4", "gpt-oss",
     "qwen3", "deepseek-v3", "deepseek_v3", "glm45", "interns1", "kimi_k2", "nano_v3", "nemotron_v3",
     "olmo3", "smollm3", "deepseek-r1", "deepseek_r1", "qwen3-thinking", "step3", "minimax", "minimax_m2",
-    "hunyuan_a13b", "ernie45", "openai_gptoss", "cohere_command3", "cohere_command4",
+    "hunyuan_a13b", "ernie45", "glm47", "mimo", "nemotron_3", "step3p5", "deepseek-v4", "deepseek_v4",
+    "openai_gptoss", "cohere_command3", "cohere_command4",
 )  # fmt: skip
 SAMPLING_DEFAULTS = ("model", "openai", "auto", "vllm")
 LOG_FORMATS = ("text", "json")

@@ -82,6 +82,7 @@ class Call(msgspec.Struct, frozen=True):
 HERMES = CallForm("json", opens=("<tool_call>",), close="</tool_call>", space="\n")
 FORMS: dict[str, CallForm] = {
     "hermes": HERMES,
+    "longcat": CallForm("json", opens=("<longcat_tool_call>",), close="</longcat_tool_call>", space="\n"),
     "qwen3_coder": CallForm(
         "tagged", opens=("<tool_call>",), close="</tool_call>", space="\n", around="\n", head="<function="
     ),

@@ -52,6 +52,8 @@ _REASONING_NAMES = {
     "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
     "step3": "think_always", "minimax": "think_always", "minimax_m2": "think_always",
     "hunyuan_a13b": "think_answer", "ernie45": "think_answer",
+    "glm47": "think", "mimo": "think", "nemotron_3": "think", "step3p5": "think_always",
+    "deepseek-v4": "think", "deepseek_v4": "think",
     "openai_gptoss": HARMONY, **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 _CALL_NAMES = {
@@ -61,6 +63,7 @@ _CALL_NAMES = {
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31", "phi4_mini_json": "functools", "hunyuan_a13b": "hunyuan",
     "nemotron_json": "nemotron", "llama_nemotron_json": "nemotron", "openai": HARMONY,
+    "mimo": "qwen3_coder", "step3p5": "qwen3_coder", "ernie45": "hermes", "jamba": "hunyuan",
     **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
 TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
@@ -85,6 +88,7 @@ _CALL_SIGNS = (
     (re.compile(r"<\|tool_call\|>"), "granite"),
     (re.compile(r"<TOOLCALL>"), "nemotron"),
     (re.compile(r"<\|tool_call>"), "gemma4"),
+    (re.compile(r"<longcat_tool_call>(?!(?s:.*)<longcat_arg_key>)"), "longcat"),  # later ones have tags inside
     (re.compile(r"<tool_call>"), "hermes"),
     (re.compile(r"<tool_calls>"), "hunyuan"),
     (_MISTRAL_V11, "mistral_v11"),

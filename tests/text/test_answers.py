@@ -171,6 +171,7 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
         "",
         [("weather", {"days": 1})],
     ),
+    ("longcat", CALL.replace("tool_call", "longcat_tool_call"), "", "", [("weather", PARIS)]),
     ("llama3", '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}', "", "", [("weather", PARIS)]),
     ("llama3", "<|python_tag|>{0}; {0}".format('{"name": "now", "parameters": {}}'), "", "", [("now", {})] * 2),
     ("llama3", '{"type": "function", "name": "now", "parameters": {}}', "", "", [("now", {})]),
@@ -669,6 +670,8 @@ def test_reasoning_that_is_open_may_be_opened_once_more(size: int) -> None:
     [
         ("{{ messages }}", None, None),
         ("<tool_call>{{ tool }}</tool_call>", "hermes", None),
+        ("<longcat_tool_call>{{ tool }}</longcat_tool_call><tool_call>", "longcat", None),
+        ("<longcat_tool_call>{{ name }}<longcat_arg_key>", None, None),
         ("<think>{{ reasoning }}</think><tool_call>\n<function=", "qwen3_coder", "think"),
         ("</think><tool_call>{{ name }}<arg_key>", "glm45", "think"),
         ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi_k2", None),
@@ -718,6 +721,7 @@ def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> Non
     assert dialect_of(None, "qwen25", "qwen3") == dialect_of(None, "hermes", "think")
     assert dialect_of("<|channel|>") == dialect_of(None, "openai", "openai_gptoss")
     assert dialect_of(None, "granite4", "nemotron_v3") == dialect_of(None, "hermes", "think")
+    assert dialect_of(None, "mimo", "step3p5") == dialect_of(None, "qwen3_coder", "think_always")
     assert dialect_of("[TOOL_CALLS]{{ name }}[ARGS]", "mistral") == dialect_of(None, "mistral_v11", "none")
     with pytest.raises(ConfigError, match="--tool-call-parser is klingon, but must be one of auto, none"):
         dialect_of(None, "klingon")

@@ -44,6 +44,7 @@ TEXTS = {
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ],
+    "longcat": ['<longcat_tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</longcat_tool_call>'],
     "llama3": ['{"name": "weather", "parameters": {"city": "x"}}; {"name": "now", "parameters": {}}'],
     "mistral": ['[TOOL_CALLS] [{"name": "weather", "arguments": {"city":"x"}}, {"name": "now", "arguments": {}}]'],
     "mistral_v11": ['[TOOL_CALLS]weather[ARGS]{"city": "x"}[TOOL_CALLS]now[ARGS]{}'],
