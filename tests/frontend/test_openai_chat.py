@@ -304,7 +304,7 @@ def test_earlier_reasoning_reaches_the_template_by_either_name(telling: Tokenize
 
 
 def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:
-    for given, expected in (("", {}), (None, {}), ({"x": 1}, {"x": 1})):
+    for given, expected in (("", {}), ("null", {}), (None, {}), ({"x": 1}, {"x": 1})):
         calls = [{"function": {"name": "f", "arguments": given}}]
         prompt = prompt_of(telling, messages=[{"role": "assistant", "tool_calls": calls}])
         (turn,) = prompt.messages

@@ -178,6 +178,8 @@ class Body(BaseModel):
 def cut_object(text: str) -> dict[str, Any] | None:
     """Returns the JSON object that `text` holds, as far as it came before max_tokens or its client cut it.
 
+    Nothing and null are an empty one: so clients spell the arguments of a call without any.
+
     None: it is none, or holds NaN, half a surrogate pair or a number of thousands of digits.
     """
     try:
@@ -186,6 +188,8 @@ def cut_object(text: str) -> dict[str, Any] | None:
         if not str(error).startswith(_CUT):
             return None
         read = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    if read is None:
+        return {}
     return read if isinstance(read, dict) else None
 
 
