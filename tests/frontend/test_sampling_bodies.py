@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -147,3 +148,12 @@ def test_null_is_the_default_of_sampling_params() -> None:
     assert sampling_of(nothing, max_tokens=None, logprobs=None) == SamplingParams()
     nothing_of_sglang = SamplingBody.model_validate(dict.fromkeys(SAME))
     assert sampling_params(nothing_of_sglang, max_tokens=None) == SamplingParams()
+
+
+def test_the_log_names_fields_that_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    said = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    for more, line in (({"max_new_tokens": 5, "user": "me"}, "are ignored: max_new_tokens, user"), ({}, "")):
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, "jaxsgl.frontend"):
+            sampling_of(ChatRequest.model_validate(said | more), 3, None)
+        assert caplog.text.strip().endswith(line) and bool(caplog.text) == bool(line)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -32,6 +34,7 @@ from jaxsgl.config.features import BOOTSTRAP_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import MAX_REQUEST_ID_CHARS, RequestOptions
 from jaxsgl.frontend.legs import rendezvous
+from jaxsgl.logs import OF_CLIENTS
 from jaxsgl.preprocess.sources import MAX_FRAMES
 from jaxsgl.requests.request import (
     BOUNDS,
@@ -52,6 +55,8 @@ from jaxsgl.requests.request import (
     room_of_prompt,
 )
 from jaxsgl.text.tokenizer import Truncation
+
+logger = logging.getLogger(__name__)
 
 MAX_INT = 2**31 - 1
 MAX_TEXTS = 1024  # and prompts of other kinds
@@ -309,6 +314,7 @@ def truncation_of(body: Truncated, limits: Limits, num_new: int = 0) -> Truncati
     return Truncation(room - num_new if asked == -1 else asked, first=side == "right")
 
 
+_MOST_SHOWN = 20  # unknown fields of a body that the log names
 _CODE = "the code of a client is never run; use logit_bias, allowed_token_ids, bad_words or a grammar"
 _TENSORS = "prompts are texts and token ids"
 # Fields of other servers that are never taken, and why.
@@ -325,13 +331,16 @@ NEVER_TAKEN = {
 def refuse_others(body: Body, not_built: Set[str] = frozenset()) -> None:
     """Raises `InvalidRequest` if `body` sets an unknown field that is never taken, or one of `not_built`.
 
-    Empty or false, it asks for nothing.
+    Empty or false, it asks for nothing. The log names others at level debug: they are ignored, and may be mistyped.
     """
     for name, value in (body.model_extra or {}).items():
         if value and name in NEVER_TAKEN:
             raise InvalidRequest(f"{name} is not taken ({NEVER_TAKEN[name]}): leave it out")
         if value and name in not_built:
             raise InvalidRequest(f"{name} isn't taken here: leave it out")
+    ignored = (name for name in body.model_extra or {} if name not in ROOM_FIELDS)
+    if shown := ", ".join(itertools.islice(ignored, _MOST_SHOWN)):
+        logger.debug("fields that have no meaning here are ignored: %.300s", shown, extra=OF_CLIENTS)
 
 
 def options_of(body: Body, adapters: Sequence[str]) -> list[RequestOptions]:
