@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 
 import httpx
@@ -73,6 +74,13 @@ def test_lists_too_long_to_validate_quickly_are_refused(
     http: httpx.Client, path: str, fields: dict[str, object], limit: int
 ) -> None:
     assert str(limit) in refusal(http, path, **fields)["message"]
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(http: httpx.Client) -> None:
+    """Editors and shells of Windows write one before a file's text, which curl sends as it is."""
+    body = b'{"prompt": "hello"}'
+    plain = http.post("/tokenize", content=body, headers=JSON).json()
+    assert http.post("/tokenize", content=codecs.BOM_UTF8 + body, headers=JSON).json() == plain
 
 
 def test_unknown_paths_and_methods_are_refused_in_the_same_shape(http: httpx.Client) -> None:

@@ -7,6 +7,7 @@ jaxsgl/requests/request.py. Knows no endpoint; the schemas and routes of both AP
 from __future__ import annotations
 
 import asyncio
+import codecs
 import functools
 import itertools
 import logging
@@ -79,7 +80,7 @@ class _StrictRequest(Request):
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise InvalidRequest(f"it is compressed (content-encoding: {encoding:.20}): send it as it is, or in gzip")
-        body = await self.body()
+        body = (await self.body()).removeprefix(codecs.BOM_UTF8)  # which programs of Windows write before a text
         if len(body) <= SMALL_BODY:
             return from_json(body, allow_inf_nan=False)
         check_num_parts(without_files(body, self.state.max_plain_bytes))
