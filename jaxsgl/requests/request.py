@@ -200,6 +200,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not isinstance(given, tuple | list):
                 raise InvalidRequest(f"{name} is {given!r:.100}, but must be a list")
             check(len(given) <= most, f"the number of {name}", len(given), f"0 to {most}")
+        if isinstance(self.allowed_token_ids, list) and not self.allowed_token_ids:  # () is the default
+            raise InvalidRequest("allowed_token_ids is an empty list; leave it out if all are allowed")
         for word in self.bad_words:
             if not isinstance(word, str):
                 raise InvalidRequest(f"a bad word is {word!r:.100}, but must be a text")

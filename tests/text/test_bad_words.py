@@ -34,6 +34,7 @@ def test_many_prompts_with_many_allowed_tokens_are_refused(tokenizer: Tokenizer)
         ({"bad_words": (5,)}, "a bad word is 5, but must be a text"),
         ({"bad_words": "hello"}, "bad_words is 'hello', but must be a list"),
         ({"allowed_token_ids": (1.5,)}, "must hold integers"),
+        ({"allowed_token_ids": []}, "is an empty list; leave it out"),
         ({"allowed_token_ids": (True,)}, "must hold integers"),
         ({"bad_word_ids": ((),)}, "must be lists of one token id and more"),
         ({"bad_word_ids": ((1,) * 8193,)}, "the number of tokens of bad words is 8193"),
