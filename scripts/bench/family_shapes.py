@@ -1,6 +1,6 @@
 """A config.json for each architecture that is served, in the sizes of transformers' default configuration.
 
-`CHANGES` has what the default leaves out, or has in sizes that no model can have; `CLASSES` the architectures that
+`CHANGES` has what the default leaves out, or has in sizes that no model has; `CLASSES` the architectures that
 transformers gives no class. Knows no engine. Called by `targets.families`.
 """
 
@@ -40,15 +40,26 @@ _HALF_ROPE = {
     "partial_rotary_factor": 0.5,
 }
 _EVEN_SIDE = {"image_size": 364, "patch_size": 14}
+# Those of Falcon-H1-7B: the default's heads have 8 numbers.
+_FALCON_H1 = {
+    "hidden_size": 3072, "intermediate_size": 12_288, "num_attention_heads": 12, "num_key_value_heads": 2,
+    "head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128,
+}  # fmt: skip
+# Those of Nemotron 3 Nano 30B-A3B: the default's experts have 7,688 units.
+_NEMOTRON_H = {
+    "hidden_size": 2688, "num_key_value_heads": 2, "mamba_num_heads": 64, "n_routed_experts": 128,
+    "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+}  # fmt: skip
 # Keys in the place of the default's, those of sections in theirs.
 CHANGES: dict[str, dict[str, Any]] = {
     "AyaVisionForConditionalGeneration": {"vision_config": _EVEN_SIDE | {"num_attention_heads": 16}},
     "BailingMoeV2ForCausalLM": {"head_dim": 128},
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27]},
-    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},  # 1,407 by default
     "Dots1ForCausalLM": {"hidden_size": 4096, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "ElectraModel": {"embedding_size": 256},
     "Exaone4_5_ForConditionalGeneration": {"vision_config": {"out_hidden_size": 4096}},
+    "FalconH1ForCausalLM": _FALCON_H1,
     "Gemma3ForConditionalGeneration": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "Glm46VForConditionalGeneration": {"text_config": {"rope_parameters": _HALF_ROPE}},
     "Glm4MoeForCausalLM": {"head_dim": 128},
@@ -57,6 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "GlmOcrForConditionalGeneration": {"vision_config": {"out_hidden_size": 1024}},
     "GraniteMoeHybridForCausalLM": COMPILED_SHAPES["granite-4.0-h-small"],
     "Idefics3ForConditionalGeneration": {"vision_config": _EVEN_SIDE},
+    "NemotronHForCausalLM": _NEMOTRON_H,
     "Qwen2VLForConditionalGeneration": {"vision_config": {"hidden_size": 8192}},
     "Qwen2_5_VLForConditionalGeneration": {"vision_config": {"out_hidden_size": 8192}},
     "Qwen3VLForConditionalGeneration": {"vision_config": {"out_hidden_size": 4096}},
