@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.delta_tokens import L2_EPS, ChannelTokens, MambaTokens, SelectiveTokens, StateTokens
 
 _NUMBERS_OF_WARP = 1024  # of a state: 32 in each thread, 16 warps for one of 128 x 128
+_MOST_NUMBERS = 1 << 14  # of a program: with twice as many `ptxas` spills 800 bytes
 
 
 class Small(NamedTuple):
@@ -72,10 +73,8 @@ class Head:
             beta = beta * self._rate(2)
         return jnp.exp(-jnp.exp(self._rate(0)) * time), beta
 
-    def gated(self, read: jax.Array, v: jax.Array, eps: float) -> jax.Array:
-        """What `read [v]` gives, as `backend.DeltaStep` returns it."""
-        value_size = len(v)
-        column = jnp.arange(value_size, dtype=jnp.int32)
+    def gated(self, read: jax.Array, v: jax.Array, eps: float, column: jax.Array, value_size: int) -> jax.Array:
+        """What `read`, the numbers at `column` of `[v]`, gives, as `backend.DeltaStep` returns it."""
         first = self.num_fused - self.group * (value_size + self._num_gates) + self.of_group * value_size
         gate = self.fused(first + column)
         read = read + self._rate(2) * v if self.small.scales is None else self._normalized(read, column, eps)
@@ -102,9 +101,8 @@ class ChannelHead(Head):
         write = self.fused(self.num_fused - key_size - self.small.scales.shape[-1] - 1 + self.of_group)
         return decay, 1 / (1 + jnp.exp(-write))
 
-    def gated(self, read: jax.Array, v: jax.Array, eps: float) -> jax.Array:
+    def gated(self, read: jax.Array, v: jax.Array, eps: float, column: jax.Array, value_size: int) -> jax.Array:
         """See `Head`."""
-        column = jnp.arange(len(v), dtype=jnp.int32)
         gate = self.fused(self.num_fused - self.small.rates.shape[-1] - len(v) + column)
         return self._normalized(read, column, eps) / (1 + jnp.exp(-gate))
 
@@ -131,8 +129,17 @@ def ids_of(group: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def num_warps_for(matrices: jax.Array) -> int:
-    """Warps of a program that has a whole state of `matrices [P, K, r, h, v]` in registers."""
+    """Warps of a program that has a state of `matrices [P, K, r, h, v]` in registers, or a part."""
     return min(max(matrices.shape[-2] * matrices.shape[-1] // _NUMBERS_OF_WARP, 1), 16)
+
+
+def num_value_parts(matrices: jax.Array, corrects: bool) -> int:
+    """How many programs share a state `[h, v]`, each with some of the values: what one writes follows from its own.
+
+    A delta-net's is one program's, which normalizes what it has read.
+    """
+    key_size, value_size = matrices.shape[-2:]
+    return 1 if corrects else max(1, min(key_size * value_size // _MOST_NUMBERS, value_size // 16))
 
 
 def vector(ref: Any, index: tuple[Any, ...], column: jax.Array, is_there: jax.Array | None = None) -> jax.Array:

@@ -1,11 +1,12 @@
 """`delta_decode` as Pallas kernels for the Triton backend, which are called through `triton.BACKEND`.
 
-A program takes one value head of one sequence, reads its state once, and writes it once, or twice where the state is
-kept besides. `delta_step` is all of a decode between two products: a program reads the first as it is, whole or in
-parts, convolves q, k and its v, makes a and b, moves its state, and normalizes and gates what it has read; the norm of
-Mamba-2, which is over many programs' heads, is XLA's. The programs of a key head all convolve q and k; one of them
-keeps the inputs. XLA has a dozen kernels for that, and copies kept states in a loop that the host steps. `delta_decode`
-is the rule alone, for sequences of one token in a step that extends others.
+A program takes one value head of one sequence, or some of its values (`num_value_parts`), reads its state once, and
+writes it once, or twice where the state is kept besides. `delta_step` is all of a decode between two products: a
+program reads the first as it is, whole or in parts, convolves q, k and its v, makes a and b, moves its state, and
+normalizes and gates what it has read; the norm of Mamba-2, which is over many programs' heads, is XLA's. The programs
+of a key head all convolve q and k; one of them keeps the inputs. XLA has a dozen kernels for that, and copies kept
+states in a loop that the host steps. `delta_decode` is the rule alone, for sequences of one token in a step that
+extends others.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from pallas_kernels.triton.delta_common import (
     ids_of,
     kind_of,
     normalized,
+    num_value_parts,
     num_warps_for,
     small_of,
     store,
@@ -78,9 +80,9 @@ def _step(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     _, key_heads, group, _, value_size = matrices.shape
-    num_seqs = len(positions)
+    num_seqs, num_parts = len(positions), num_value_parts(matrices, small.scales is not None)
     out, inputs, matrices = pl.pallas_call(
-        functools.partial(_step_kernel, kind=kind, dtype=dtype, eps=eps),
+        functools.partial(_step_kernel, kind=kind, dtype=dtype, eps=eps, num_parts=num_parts),
         out_shape=(
             jax.ShapeDtypeStruct(
                 (num_seqs, key_heads, group, value_size), jnp.float32 if small.scales is None else dtype
@@ -88,7 +90,7 @@ def _step(
             jax.ShapeDtypeStruct(inputs.shape, inputs.dtype),
             jax.ShapeDtypeStruct(matrices.shape, matrices.dtype),
         ),
-        grid=(num_seqs, key_heads * group),
+        grid=_grid(num_seqs, key_heads * group, num_parts),
         input_output_aliases={8: 1, 9: 2},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps_for(matrices)),
         interpret=interpret,
@@ -113,13 +115,16 @@ def _step_kernel(
     kind: type[Head],
     dtype: jnp.dtype,
     eps: float,
+    num_parts: int,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
+    first_value, num_values = _values_of(value_size, num_parts)
     corrects = small.scales is not None
     seq, key_head, of_group = ids_of(group)
     layer, position = layer_ref[0], position_ref[seq]
     place, kept_to = place_ref[seq], kept_to_ref[seq]
-    moves = _State(states, states_out, (place, key_head, of_group), kept_to, corrects)
+    columns = (first_value, num_values)
+    moves = _State(states, states_out, (place, key_head, of_group), kept_to, corrects, columns)
 
     def fused(column: jax.Array) -> jax.Array:
         """The token's numbers at columns of the product, a vector or one, in float32."""
@@ -162,13 +167,25 @@ def _step_kernel(
         return out / (1 + jnp.exp(-out))
 
     # v first: after q and k, `ptxas` spills 16 bytes of a row alone whose product is four parts.
-    v = convolved(2 * key_size + of_group * value_size, value_size, of_group >= 0)
-    q, k = (convolved(first, key_size, of_group == 0) for first in (0, key_size))
+    v = convolved(2 * key_size + of_group * value_size + first_value, num_values, of_group >= 0)
+    is_mine = of_group == 0 if num_parts == 1 else (of_group == 0) & (first_value == 0)
+    q, k = (convolved(first, key_size, is_mine) for first in (0, key_size))
     if corrects:
         q, k = normalized(q) * key_size**-0.5, normalized(k)
     read = moves.moved(state, q, k, v, *(early or head.decay_and_beta()))
-    column = jnp.arange(value_size, dtype=jnp.int32)
-    store(out_ref, (seq, key_head, of_group), column, head.gated(read, v, eps).astype(out_ref.dtype))
+    column = first_value + jnp.arange(num_values, dtype=jnp.int32)
+    gated = head.gated(read, v, eps, column, value_size)
+    store(out_ref, (seq, key_head, of_group), column, gated.astype(out_ref.dtype))
+
+
+def _grid(num_seqs: int, num_heads: int, num_parts: int) -> tuple[int, ...]:
+    return (num_seqs, num_heads) if num_parts == 1 else (num_seqs, num_heads, num_parts)
+
+
+def _values_of(value_size: int, num_parts: int) -> tuple[int | jax.Array, int]:
+    """The first of a program's values, and how many it has."""
+    num_values = value_size // num_parts
+    return 0 if num_parts == 1 else pl.program_id(2) * num_values, num_values
 
 
 @functools.partial(jax.jit, static_argnames=("corrects", "interpret"))
@@ -187,10 +204,11 @@ def delta_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """See `backend.DeltaDecode`."""
     num_seqs, key_heads, group, _ = v.shape
+    num_parts = num_value_parts(matrices, corrects)
     out, matrices = pl.pallas_call(
-        functools.partial(_decode_kernel, corrects=corrects),
+        functools.partial(_decode_kernel, corrects=corrects, num_parts=num_parts),
         out_shape=(jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(matrices.shape, matrices.dtype)),
-        grid=(num_seqs, key_heads * group),
+        grid=_grid(num_seqs, key_heads * group, num_parts),
         input_output_aliases={8: 1},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps_for(matrices)),
         interpret=interpret,
@@ -213,12 +231,16 @@ def _decode_kernel(
     states_out: Any,
     *,
     corrects: bool,
+    num_parts: int,
 ) -> None:
     _, _, group, key_size, value_size = states.shape
+    first_value, num_values = _values_of(value_size, num_parts)
     seq, key_head, of_group = ids_of(group)
     mine = seq, key_head, of_group
-    row, column = (jnp.arange(size, dtype=jnp.int32) for size in (key_size, value_size))
-    moves = _State(states, states_out, (place_ref[seq], key_head, of_group), kept_to_ref[seq], corrects)
+    row, column = (jnp.arange(size, dtype=jnp.int32) for size in (key_size, num_values))
+    column = first_value + column
+    index, columns = (place_ref[seq], key_head, of_group), (first_value, num_values)
+    moves = _State(states, states_out, index, kept_to_ref[seq], corrects, columns)
     state = moves.load(has_state_ref[seq] != 0)
     q, k = (vector(ref, (seq, key_head), row) for ref in (q_ref, k_ref))
     decay = decay_ref[mine] if len(decay_ref.shape) == 3 else vector(decay_ref, mine, row)
@@ -235,6 +257,7 @@ class _State:
       index: its place, key head and number in the group.
       kept_to: another place for it, if that is not -1.
       corrects: what is written is v less what the state reads at k.
+      columns: the first value and the number of values that are here.
     """
 
     states: Any
@@ -242,6 +265,7 @@ class _State:
     index: tuple[Any, jax.Array, jax.Array]
     kept_to: jax.Array
     corrects: bool
+    columns: tuple[int | jax.Array, int]
 
     @property
     def _rows(self) -> jax.Array:
@@ -250,7 +274,7 @@ class _State:
     def load(self, has_state: jax.Array) -> jax.Array:
         """`[h, v]`; zeros unless `has_state`."""
         rows = self._rows
-        return load_rows(self.states, (*self.index, rows), jnp.broadcast_to(has_state, rows.shape))
+        return load_rows(self.states, (*self.index, rows), jnp.broadcast_to(has_state, rows.shape), self.columns)
 
     def moved(
         self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
@@ -261,7 +285,7 @@ class _State:
             v = v - jnp.sum(state * k[:, None], axis=0)
         state = state + k[:, None] * (v * beta)[None, :]
         rows, (_, *head) = self._rows, self.index
-        store_rows(self.states_out, (*self.index, rows), jnp.full(rows.shape, True), state)
+        store_rows(self.states_out, (*self.index, rows), jnp.full(rows.shape, True), state, self.columns)
         is_kept = jnp.broadcast_to(self.kept_to >= 0, rows.shape)
-        store_rows(self.states_out, (jnp.maximum(self.kept_to, 0), *head, rows), is_kept, state)
+        store_rows(self.states_out, (jnp.maximum(self.kept_to, 0), *head, rows), is_kept, state, self.columns)
         return jnp.sum(state * q[:, None], axis=0)

@@ -129,7 +129,12 @@ def _kernel(
         state = state + k[:, None] * (written * beta)[None, :]
         read = jnp.sum(state * q[:, None], axis=0)
         column = jnp.arange(value_size, dtype=jnp.int32)
-        store(out_ref, (offset + token, key_head, of_group), column, head.gated(read, v, eps).astype(out_ref.dtype))
+        store(
+            out_ref,
+            (offset + token, key_head, of_group),
+            column,
+            head.gated(read, v, eps, column, value_size).astype(out_ref.dtype),
+        )
         for number in range(seqs.kept_at.shape[0]):
             is_due = seqs.kept_at[number, seq] == token + 1
             # A branch, so that its addresses take no registers from all tokens.

@@ -24,6 +24,7 @@ from pallas_kernels.delta_tokens import (
 )
 from pallas_kernels.selftest.cases.states import channels_of, state_cases, state_tokens
 from pallas_kernels.selftest.shapes import KernelShapes, StateShape
+from pallas_kernels.triton import delta_common
 from tests.grids import NIGHTLY, daily
 from tests.plain_model import plain_recur
 
@@ -191,6 +192,19 @@ def test_kernels_of_gpus_move_and_keep_states_as_xla_does(shape: StateShape) -> 
             np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="states are 8 x 16; it takes powers of two from 16"):
         delta_decode(drawn(1, 0), stale(), jnp.zeros(1, int), jnp.zeros(1, int), backend="triton", interpret=True)
+
+
+def test_programs_that_share_a_large_state_move_it_as_one_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = StateShape(2, 3, 32, 32, TAPS, "Mamba-2")
+    monkeypatch.setattr(delta_common, "_MOST_NUMBERS", shape.key_size * shape.value_size // 2)
+    assert delta_common.num_value_parts(states_of(shape).matrices, corrects=False) == 2
+    tokens = state_tokens(jax.random.split(jax.random.key(5), 6), shape, 3, jnp.dtype("float32"))
+    states, positions, places = states_of(shape), jnp.array([0, 9, 63]), jnp.array([1, 2, 3])
+    kept_to = jnp.array([-1, 4, -1])
+    ways = ({"backend": "triton", "interpret": True}, {"backend": "xla"})
+    found, right = (delta_decode(tokens, states, positions, places, kept_to, **way) for way in ways)
+    for mine, others in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(mine, others, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
