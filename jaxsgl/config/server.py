@@ -19,12 +19,12 @@ from jaxsgl.errors import ConfigError
 TOOL_CALL_PARSERS = (
     "auto", "none",
     "hermes", "longcat", "qwen3_coder", "seed_oss", "glm45", "llama3", "mistral", "mistral_v11", "kimi_k2",
-    "deepseek_v31", "deepseek_v3", "minimax_m2", "granite", "phi4_mini", "functools", "hunyuan", "nemotron", "cohere",
-    "olmo3", "lfm2", "pythonic", "gemma4", "json", "gpt-oss",
+    "deepseek_v31", "deepseek_v3", "minimax_m2", "deepseek_v32", "deepseek_v4", "granite", "phi4_mini", "functools",
+    "hunyuan", "nemotron", "cohere", "olmo3", "lfm2", "pythonic", "gemma4", "json", "gpt-oss",
     "qwen", "qwen25", "smollm3", "granite4", "qwen3_xml", "glm", "glm47", "llama3_json", "llama4_json",
-    "llama4_pythonic", "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "phi4_mini_json", "hunyuan_a13b",
-    "nemotron_json", "llama_nemotron_json", "openai", "mimo", "step3p5", "ernie45", "jamba", "cohere_command3",
-    "cohere_command4",
+    "llama4_pythonic", "minimax-m2", "deepseek-v3", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4",
+    "phi4_mini_json", "hunyuan_a13b", "nemotron_json", "llama_nemotron_json", "openai", "mimo", "step3p5", "ernie45",
+    "jamba", "cohere_command3", "cohere_command4",
 )  # fmt: skip
 REASONING_PARSERS = (
     "auto", "none",

@@ -33,6 +33,7 @@ from jaxsgl.text.parameters import (
     types_of,
     without_annotations,
 )
+from jaxsgl.text.tags import DSML
 from jaxsgl.text.text_patterns import LOOKAROUND, TextLimits, text_limits
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
@@ -44,6 +45,7 @@ _MAX_NESTED = 30  # schemas in schemas that "unquoted" is held to
 _TELLING = frozenset({"type", "enum", "const", "properties", "additionalProperties", "items", "prefixItems"})
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _QUOTED = r"""/'([^'\\\x00-\x1f\x7f]|\\['"\\nrt])*'/"""  # as LFM2.5 writes texts
+_SAYS = {True: r'"\"true\">"', False: r'"\"false\">"'}  # as DeepSeek's tags, whether a value is a text
 _META = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -326,7 +328,8 @@ class _Writer:
         if calls.required or self._content is not None:
             opened = f"{lark.mark(self._opening)} {body} {close}"
             several = self._several(opened) if form.one_by_one else opened
-            several = f"{self._begin_section()} {several} {self._end_section() or self._line()}"
+            lead = f"{literal(form.lead)}?" if form.lead else ""
+            several = f"{lead} {self._begin_section()} {several} {self._end_section() or self._line()}"
             others = "" if self._content is None else f" | {lark.of(self._content)}"
             lark.start = lark.rule(several + others)
         elif self._opening:
@@ -384,6 +387,7 @@ class _Writer:
             "keyed": self._keyed_call,
             "python": self._python_call,
             "invoked": self._invoked_call,
+            "dsml": self._dsml_call,
             "unquoted": self._unquoted_call,
         }[form.kind]
         one = lark.rule(" | ".join(write(name) for name in self._calls.tools))
@@ -394,7 +398,7 @@ class _Writer:
         several = f"{one} ({literal(separator)} {one}){{0,{more}}}" if more else one
         if form.kind == "json" and form.bare == "{":
             return several if form.separator else one
-        if form.kind in ("python", "invoked") and form.separator == "\n":
+        if form.kind in ("python", "invoked", "dsml") and form.separator == "\n":
             return f'"\\n" {several} "\\n"'
         if form.indent:
             return f'"[" {literal(form.indent)} {several} {literal(chr(10))} "]"'
@@ -435,6 +439,16 @@ class _Writer:
         parts = self._in_order(name, parameter, "</parameter>", '"\\n"')
         return f"{literal(head)} {parts} {literal('</invoke>')}"
 
+    def _dsml_call(self, name: str) -> str:
+        mark = self._lark.mark
+
+        def parameter(key: str, value: str) -> str:
+            return f"{mark(f'<{DSML}parameter name=' + chr(34))} {key} {literal(chr(34) + ' string=')} {value}"
+
+        head = mark(f"<{DSML}invoke name={json.dumps(name)}>\n")
+        parts = self._in_order(name, parameter, f"</{DSML}parameter>", '"\\n"')
+        return f"{head} {parts} {mark(f'</{DSML}invoke>')}"
+
     def _keyed_call(self, name: str) -> str:
         lark, line = self._lark, '"\\n"?'  # GLM-4.5 and 4.6 break lines, GLM-4.7 doesn't
         ends = [lark.mark("<arg_key>"), lark.mark("</arg_key>"), lark.mark("<arg_value>"), lark.mark("</arg_value>")]
@@ -453,10 +467,11 @@ class _Writer:
         """
         schema, is_strict = self._calls.tools[name], name in self._calls.strict
         properties, required = self._parameters(name)
+        value_of = self._said_value if self._form.kind == "dsml" else self._tagged_value
         if not is_strict and takes_any(schema):
-            return f"({write(self._lark.key(), self._lark.until(end, 'VALUE'))} {behind})*"
+            return f"({write(self._lark.key(), value_of({}, schema, '', end, False))} {behind})*"
         parts = [
-            f"{write(literal(key), self._tagged_value(value, schema, key, end, is_strict))} {behind}"
+            f"{write(literal(key), value_of(value, schema, key, end, is_strict))} {behind}"
             for key, value in properties.items()
         ]
         if not parts:
@@ -486,6 +501,20 @@ class _Writer:
         if one and (others <= {"null"} or not is_strict):  # else a bare text may be read as another type's
             spelled = lark.rule(f"{one} | {spelled}")
         return f"{spelled} {lark.mark(end)}"
+
+    def _said_value(self, value: Any, root: Mapping[str, Any], key: str, end: str, is_strict: bool) -> str:
+        """Returns the expression of what a tag says of a value, of that value, and of `end`, as `_tagged_value`."""
+        lark, types = self._lark, types_of(value, root)
+        spelled = []
+        if takes_texts(value, root):
+            one = _one_of(choices_of(value, root))
+            limits = text_limits(value, root, key) if is_strict and not one else None
+            text = lark.until(end, "VALUE") if limits is None else lark.within(limits, end)
+            spelled.append(f"{_SAYS[True]} {f'{lark.rule(one)} {lark.mark(end)}' if one else text}")
+        if types != frozenset({"string"}):
+            json_text = lark.json_in(root, value, lenient=not is_strict)
+            spelled.append(f"{_SAYS[False]} {json_text} {lark.mark(end)}")
+        return lark.rule(" | ".join(spelled))
 
     def _parameters(self, name: str) -> tuple[Mapping[str, Any], frozenset[str]]:
         """Returns the parameters of a tool. Raises `InvalidRequest` if it is strict and says more of them together."""

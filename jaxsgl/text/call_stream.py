@@ -16,11 +16,11 @@ import msgspec
 
 from jaxsgl.text.calls import Call, CallForm, Tools, header_pattern, read_calls
 from jaxsgl.text.json_text import JsonScanner, Scan, encoded
-from jaxsgl.text.parameters import as_typed, is_text
+from jaxsgl.text.parameters import as_said, is_text
 from jaxsgl.text.python_calls import PythonScanner
 from jaxsgl.text.tags import TagEvent, TagScanner
 
-TAGGED = ("tagged", "keyed", "invoked")
+TAGGED = ("tagged", "keyed", "invoked", "dsml")
 _FUNCTION = "</function>"
 _LONGEST_HEADER = 300  # characters of a name and what belongs to it
 PartKind = Literal["reasoning", "content", "call", "arguments"]
@@ -278,7 +278,7 @@ class Sender(Protocol):
 
 def sender_of(form: CallForm, tools: Tools, num_calls: int, most: int) -> Sender | None:
     """Returns the sender of a region after `num_calls` calls of at most `most`, or None if it comes whole."""
-    if form.kind in TAGGED and form.one_by_one:
+    if form.kind in TAGGED:
         return TagSender(form, tools, num_calls, most)
     return None if header_pattern(form) is None else JsonSender(form, num_calls, most)
 
@@ -321,31 +321,38 @@ class JsonSender:
 
 
 class TagSender:
-    """Sends a call whose parameters stand in tags. Texts are sent as they come, other values when they are complete."""
+    """Sends calls whose parameters stand in tags. Texts are sent as they come, other values when they are complete."""
 
     def __init__(self, form: CallForm, tools: Tools, num_calls: int, most: int) -> None:
         self._scanner = TagScanner(form.kind, form.close, constrained=True)
         self._tools = tools
-        self._number = num_calls
+        self._first = num_calls
         self._most = most
+        self._is_full = num_calls >= most
         self._schema: Mapping[str, Any] = {}
-        self._key: str | None = None
+        self._key: TagEvent | None = None
         self._value = ""  # so far, if it isn't sent as it comes
         self._streams = False  # the value is sent as it comes
         self.num_sent = 0
 
     def send(self, text: str) -> list[Part]:
         """Returns what can be sent of `text`."""
-        if self._number >= self._most:
-            return []
         told = ""
         parts: list[Part] = []
-        for event in self._scanner.feed(text):
+        for event in () if self._is_full else self._scanner.feed(text):
             if event.kind == "call":
-                self._schema, self.num_sent = self._tools.get(event.text, {}), 1
-                parts.append(Part("call", event.text, self._number))
+                parts, told = [*parts, *self._arguments(told)], ""
+                if self._first + self.num_sent == self._most:
+                    self._is_full = True
+                    return parts
+                self._schema, self._key = self._tools.get(event.text, {}), None
+                parts.append(Part("call", event.text, self._first + self.num_sent))
+                self.num_sent += 1
             told += self._told(event)
-        return [*parts, Part("arguments", told, self._number)] if told else parts
+        return [*parts, *self._arguments(told)]
+
+    def _arguments(self, told: str) -> list[Part]:
+        return [Part("arguments", told, self._first + self.num_sent - 1)] if told else []
 
     def _told(self, event: TagEvent) -> str:
         """Returns what an event adds to the arguments."""
@@ -354,15 +361,18 @@ class TagSender:
                 return "{"
             case "key":
                 comma = "" if self._key is None else ","
-                self._key, self._value = event.text, ""
-                self._streams = is_text(self._schema, self._key)
-                return f"{comma}{encoded(self._key)}:" + ('"' if self._streams else "")
+                self._key, self._value = event, ""
+                says_text = event.is_text
+                self._streams = is_text(self._schema, event.text) if says_text is None else says_text
+                return f"{comma}{encoded(event.text)}:" + ('"' if self._streams else "")
             case "text" if self._streams:
                 return encoded(event.text)[1:-1]
             case "text":
                 self._value += event.text
-            case "end":
-                return '"' if self._streams else encoded(as_typed(self._value, self._schema, self._key or ""))
+            case "end" if self._streams:
+                return '"'
+            case "end" if self._key is not None:
+                return encoded(as_said(self._value, self._key.is_text, self._schema, self._key.text))
             case "done":
                 return "}"
         return ""

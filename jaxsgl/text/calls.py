@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from jaxsgl.text.json_text import BROKEN, JsonScanner, decoded, encoded
-from jaxsgl.text.parameters import as_typed
+from jaxsgl.text.parameters import as_said
 from jaxsgl.text.python_calls import read_python
-from jaxsgl.text.tags import read_tags
+from jaxsgl.text.tags import DSML, read_tags
 
-Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "invoked", "python", "unquoted"]
+Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "invoked", "dsml", "python", "unquoted"]
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
 
 
@@ -29,9 +29,9 @@ class CallForm:
     Attributes:
       kind: what stands between `opens` and `close`. "json": an object with a name and arguments, or a list of such.
         "named_json": a name, `between`, and an object of arguments. "tagged", "keyed": parameters in tags, as
-        Qwen3-Coder and GLM write them; "invoked": several such calls in a row, as MiniMax's. "python": a list of calls
-        as in Python. "unquoted": a name and an object whose keys have no quotes and whose texts stand between `quote`,
-        as Gemma's.
+        Qwen3-Coder and GLM write them; "invoked": several such calls in a row, as MiniMax's; "dsml": those of
+        DeepSeek, whose tags say whether a value is a text or JSON. "python": a list of calls as in Python. "unquoted":
+        a name and an object whose keys have no quotes and whose texts stand between `quote`, as Gemma's.
       opens: each of these texts opens calls, wherever it stands; a bracket at its end is the list's.
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
@@ -39,6 +39,7 @@ class CallForm:
       id_key: what it calls a number of the call that comes first; "": it has none.
       indent: what stands before each call of a list, whose bracket is closed on a line of its own; "": nothing does.
       space: what the model writes after `opens` and before `close`.
+      lead: what it may write before `opens` in an answer that is calls alone.
       between: what stands between name and arguments.
       one_by_one: several calls are opened one by one; else they stand in one list, or follow after `separator`.
       separator: between calls of one opening.
@@ -60,6 +61,7 @@ class CallForm:
     id_key: str = ""
     indent: str = ""
     space: str = ""
+    lead: str = ""
     between: str = ""
     one_by_one: bool = True
     separator: str = ""
@@ -125,6 +127,12 @@ FORMS: dict[str, CallForm] = {
         one_by_one=False,
         separator="\n",
     ),
+    **{
+        name: CallForm(
+            "dsml", opens=(f"<{DSML}{tag}>",), close=f"</{DSML}{tag}>", one_by_one=False, separator="\n", lead="\n\n"
+        )
+        for name, tag in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    },
     "granite": CallForm("json", opens=("<|tool_call|>", "<tool_call>"), one_by_one=False),
     "phi4_mini": CallForm("json", opens=("<|tool_call|>",), close="<|/tool_call|>", one_by_one=False),
     "functools": CallForm("json", opens=("functools[",), one_by_one=False),
@@ -216,7 +224,12 @@ def _read_tags(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
     if found is None:
         return None
     return [
-        Call(name, encoded({key: as_typed(value, tools.get(name, {}), key) for key, value in values.items()}))
+        Call(
+            name,
+            encoded(
+                {key: as_said(value.text, value.is_text, tools.get(name, {}), key) for key, value in values.items()}
+            ),
+        )
         for name, values in found
     ]
 
@@ -250,6 +263,7 @@ _READERS: dict[Kind, Callable[[CallForm, str, Tools], list[Call] | None]] = {
     "tagged": _read_tags,
     "keyed": _read_tags,
     "invoked": _read_tags,
+    "dsml": _read_tags,
     "python": _read_python,
     "unquoted": _read_unquoted,
 }

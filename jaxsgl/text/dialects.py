@@ -17,6 +17,7 @@ from jaxsgl.text.answer import MAX_CALLS, AnswerParser, Parser, PlainParser, Rea
 from jaxsgl.text.calls import FORMS, CallForm, Tools
 from jaxsgl.text.harmony import MARKERS, HarmonyParser
 from jaxsgl.text.response_template import TemplateParser, is_readable, markers_of
+from jaxsgl.text.tags import DSML
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,9 @@ _CALL_NAMES = {
     "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
     "minimax-m2": "minimax_m2", "deepseek-v3": "deepseek_v3", "deepseekv3": "deepseek_v3",
-    "deepseekv31": "deepseek_v31", "phi4_mini_json": "functools", "hunyuan_a13b": "hunyuan",
-    "nemotron_json": "nemotron", "llama_nemotron_json": "nemotron", "openai": HARMONY,
+    "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4",
+    "phi4_mini_json": "functools", "hunyuan_a13b": "hunyuan", "nemotron_json": "nemotron",
+    "llama_nemotron_json": "nemotron", "openai": HARMONY,
     "mimo": "qwen3_coder", "step3p5": "qwen3_coder", "ernie45": "hermes", "jamba": "hunyuan",
     **dict.fromkeys(_OF_COHERE, "cohere"),
 }  # fmt: skip
@@ -76,6 +78,8 @@ _CALL_SIGNS = (
     (re.compile(r"<\|tool_call_argument_begin\|>"), "kimi_k2"),
     (re.compile(r"<｜tool▁sep｜>(?s:.*)```json|```json(?s:.*)<｜tool▁sep｜>"), "deepseek_v3"),
     (re.compile(r"<｜tool▁sep｜>"), "deepseek_v31"),
+    (re.compile(rf"{DSML}(?s:.*)function_calls|function_calls(?s:.*){DSML}"), "deepseek_v32"),
+    (re.compile(DSML), "deepseek_v4"),
     (re.compile(r"<minimax:tool_call>"), "minimax_m2"),
     (re.compile(r"<seed:tool_call>"), "seed_oss"),
     (re.compile(r"<function="), "qwen3_coder"),
@@ -150,7 +154,7 @@ class Dialect:
             found += (self.reasoning.open, self.reasoning.close, *_tags_in(self.reasoning.open))
             found += tuple(text for frame in self.reasoning.frames for text in frame)
         if self.calls is not None:
-            found += (*self.calls.opens, self.calls.close, self.calls.between, self.calls.quote, "[CALL_ID]")
+            found += (*self.calls.opens, self.calls.close, self.calls.between, self.calls.quote, "[CALL_ID]", DSML)
             found += (*(self.calls.section or ()), *_tags_in(self.calls.prefix))
         return tuple(dict.fromkeys(text for text in found if text))
 

@@ -22,6 +22,20 @@ _OF_OBJECTS = (
 )  # fmt: skip
 
 
+def as_said(text: str, says_text: bool | None, parameters: Mapping[str, Any], key: str) -> Any:
+    """Returns the value that `text` stands for where a model says whether that is a text or JSON; None: it doesn't.
+
+    What is no JSON is typed by the schema, and a text where the schema takes texts alone.
+    """
+    if says_text:
+        return text
+    value = BROKEN if says_text is None else decoded(text.strip())
+    takes = types_of(schema_of(parameters, key), parameters)
+    if value is BROKEN or (takes == frozenset({"string"}) and not isinstance(value, str)):
+        return as_typed(text, parameters, key)
+    return value
+
+
 def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     """Returns the value that `text` stands for, if the schema of `key` takes anything but texts; else `text`.
 

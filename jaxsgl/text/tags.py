@@ -22,14 +22,26 @@ _SPACE = re.compile(r"\s*")
 _GAP = r"\s{0,32}"  # between tags, where it is looked for in a value
 _WORD = r"(?=[^>\s]|\Z)([^>\s]{0,256})"  # a name, or its beginning
 _QUOTED = r'"?(?=[^">]|\Z)([^">]{0,256})"?'
+DSML = "｜DSML｜"  # stands in each tag of DeepSeek's; a token of its own
 Place = Literal["head", "between", "value", "after"]
 
 
 class TagEvent(msgspec.Struct, frozen=True):
-    """What was found: a call's name, a key, a piece of its value, or the end of a value or call."""
+    """What was found: a call's name, a key, a piece of its value, or the end of a value or call.
+
+    Of a key, `is_text` is what its tag says of the value: whether that is a text, else JSON. None: it says nothing.
+    """
 
     kind: Literal["call", "key", "text", "end", "done"]
     text: str = ""
+    is_text: bool | None = None
+
+
+class TagValue(msgspec.Struct, frozen=True):
+    """A value as it stands between tags, and what they say of it, as of a `TagEvent`."""
+
+    text: str
+    is_text: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class TagScanner:
         """`constrained`: a grammar guarantees the tags, so that those that models forget need not be guessed."""
         self._shape = _shape_of(kind, close, constrained)
         self._tails_close = kind == "keyed"
-        self._several = kind == "invoked"
+        self._several = kind in ("invoked", "dsml")
         self._forgives = kind == "tagged" and not constrained
         self._where: Place = "head"
         self.state = Scan.OPEN
@@ -142,7 +154,8 @@ class TagScanner:
             yield TagEvent("call", match[1])
         elif kind == "key":
             self._where = "value"
-            yield TagEvent("key", match[1].strip())
+            flag = match[2] if match.re.groups > 1 else None
+            yield TagEvent("key", match[1].strip(), {"true": True, "false": False}.get(flag or ""))
         else:
             if self._where == "between":
                 yield TagEvent("done")
@@ -151,21 +164,21 @@ class TagScanner:
                 self.state = Scan.DONE
 
 
-def read_tags(kind: str, text: str, close: str) -> list[tuple[str, dict[str, str]]] | None:
+def read_tags(kind: str, text: str, close: str) -> list[tuple[str, dict[str, TagValue]]] | None:
     """Returns the name of each call with its values, or None if `text`, which `close` would follow, is malformed."""
     scanner, text = TagScanner(kind, close), text + close
-    found: list[tuple[str, dict[str, str]]] = []
-    key, value = "", ""
+    found: list[tuple[str, dict[str, TagValue]]] = []
+    key, value = TagEvent("key"), ""
     for event in scanner.feed(text):
         match event.kind:
             case "call":
                 found.append((event.text, {}))
             case "key":
-                key, value = event.text, ""
+                key, value = event, ""
             case "text":
                 value += event.text
             case "end":
-                found[-1][1][key] = value
+                found[-1][1][key.text] = TagValue(value, key.is_text)
     return found if scanner.state is Scan.DONE and scanner.place == len(text) else None
 
 
@@ -189,7 +202,7 @@ def _any(*tags: _Tag) -> _Tag:
 
 @cache
 def _shape_of(kind: str, close: str, constrained: bool) -> _Shape:
-    tail = {"tagged": "</function>", "keyed": close, "invoked": "</invoke>"}[kind]
+    tail = {"tagged": "</function>", "keyed": close, "invoked": "</invoke>", "dsml": f"</{DSML}invoke>"}[kind]
     pair: tuple[str, ...]
     match kind:
         case "tagged":
@@ -198,6 +211,9 @@ def _shape_of(kind: str, close: str, constrained: bool) -> _Shape:
         case "keyed":
             head = ("", r"([^\s<]{0,256})", "", r"(?=[\s<])")
             pair, end = ("<arg_key>", r"([^<]{0,256})", "</arg_key>", r"\s{0,256}", "<arg_value>"), "</arg_value>"
+        case "dsml":
+            head = (f"<{DSML}invoke name=", _QUOTED, ">")
+            pair, end = (f"<{DSML}parameter name=", _QUOTED, " string=", _QUOTED, ">"), f"</{DSML}parameter>"
         case _:
             head = ("<invoke name=", _QUOTED, ">")
             pair, end = ("<parameter name=", _QUOTED, ">"), "</parameter>"

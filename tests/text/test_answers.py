@@ -88,6 +88,12 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
 )
+DSML_V4 = (
+    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+)
+DSML_END = "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>'
 
 
@@ -125,6 +131,15 @@ QUOTED: list[tuple[str, str, str]] = [
         for city in ("a </invoke> b", "</invoke>\n</minimax:tool_call>", '<parameter name="days">')
     ),
     *(
+        ("deepseek_v4", DSML_V4.replace("Paris", city).partition('<｜DSML｜parameter name="days')[0] + DSML_END, city)
+        for city in (
+            "a </｜DSML｜invoke> b",
+            "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+            "</｜DSML｜parameter> <b>",
+            " 5 ",
+        )
+    ),
+    *(
         (name, text.format("weather(city=" + spelled + ")"), value)
         for name, text in (
             ("olmo3", "<function_calls>\n{}\n</function_calls>"),
@@ -150,6 +165,8 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
             ("deepseek_v31", DEEPSEEK_V31),
             ("deepseek_v3", DEEPSEEK_V3),
             ("minimax_m2", MINIMAX),
+            ("deepseek_v32", DSML_V4.replace("tool_calls", "function_calls")),
+            ("deepseek_v4", DSML_V4),
         )
     ),
     ("hermes", CALL, "", "", [("weather", PARIS)]),
@@ -289,6 +306,9 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("olmo3", "<function_calls>\nweather(city='a)\n</function_calls>", ""),
     ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>a</tool_call>", ""),
     ("minimax_m2", '<minimax:tool_call>\n<invoke name="now">\n</minimax:tool_call>', ""),
+    ("deepseek_v4", DSML_V4.replace('<｜DSML｜invoke name="now">\n', ""), ""),
+    ("deepseek_v4", DSML_V4.replace(' string="false"', ""), ""),
+    ("deepseek_v4", DSML_V4[: DSML_V4.index("ris")], ""),
     ("olmo3", "<function_calls>\nweather(\n</function_calls>", ""),
     ("lfm2", "<|tool_call_start|>[weather('Paris')]<|tool_call_end|>", ""),
     ("lfm2", "<|tool_call_start|>[now(", ""),
@@ -534,6 +554,21 @@ def test_constrained_calls_are_those_of_the_whole_text(name: str, text: str, cit
     assert result(dialect_of(None, name).parser(TOOLS, constrained=True), list(text)) == whole_text
 
 
+@pytest.mark.parametrize(("name", "text"), [("minimax_m2", MINIMAX), ("deepseek_v4", DSML_V4)])
+def test_several_calls_of_one_opening_come_while_the_model_writes_them(name: str, text: str) -> None:
+    for most, rest in ((128, [("call", "now", 1), ("arguments", "{}", 1)]), (1, [])):
+        parser = dialect_of(None, name).parser(TOOLS, constrained=True, max_calls=most)
+        ends = [text.index("ris"), text.index("2<"), text.index("\n<", text.index("2<")), len(text)]
+        pieces = [text[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+        parts = [[(part.kind, part.text, part.number) for part in parser.feed(piece)] for piece in pieces]
+        assert parts == [
+            [("call", "weather", 0), ("arguments", '{"city":"Pa', 0)],
+            [("arguments", 'ris","days":', 0)],
+            [],
+            [("arguments", "2}", 0), *rest],
+        ]
+
+
 @pytest.mark.parametrize("broken", ["nothing", "<function=weather>\nParis", "<function=weather>\n<parameter=city>\na"])
 def test_a_call_that_breaks_ends_at_its_closing_text(broken: str) -> None:
     text = f"<tool_call>\n{broken}\n</tool_call>"
@@ -678,6 +713,9 @@ def test_reasoning_that_is_open_may_be_opened_once_more(size: int) -> None:
         ("'function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments", "deepseek_v3", None),
         ("name + '<｜tool▁sep｜>' + arguments", "deepseek_v31", None),
         ("</think>{{ '<minimax:tool_call>' }}<invoke name=", "minimax_m2", "think"),
+        ("</think>{{ calls }}<｜DSML｜function_calls>", "deepseek_v32", "think"),
+        ("{% set mark = '｜DSML｜' %}{{ '<' ~ mark ~ 'function_calls>' }}", "deepseek_v32", None),
+        ("{% for call in message.tool_calls %}<｜DSML｜tool_calls></think>", "deepseek_v4", "think"),
         ("<|channel>thought\n{{ '<|tool_call>call:' + name }}", "gemma4", "gemma4"),
         ("<|START_THINKING|>{{ plan }}<|START_ACTION|>[", "cohere", "cohere"),
         ("'List of tools: <|tool_list_start|>[' + tool", "lfm2", None),
@@ -720,6 +758,8 @@ def test_seed_oss_thinks_and_calls_in_words_of_its_own() -> None:
 def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> None:
     assert dialect_of(None, "qwen25", "qwen3") == dialect_of(None, "hermes", "think")
     assert dialect_of("<|channel|>") == dialect_of(None, "openai", "openai_gptoss")
+    assert dialect_of(None, "deepseekv32", "deepseek-v3") == dialect_of(None, "deepseek_v32", "think")
+    assert dialect_of(None, "deepseekv4", "deepseek-v4") == dialect_of(None, "deepseek_v4", "think")
     assert dialect_of(None, "granite4", "nemotron_v3") == dialect_of(None, "hermes", "think")
     assert dialect_of(None, "mimo", "step3p5") == dialect_of(None, "qwen3_coder", "think_always")
     assert dialect_of("[TOOL_CALLS]{{ name }}[ARGS]", "mistral") == dialect_of(None, "mistral_v11", "none")

@@ -79,6 +79,15 @@ TEXTS = {
         '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">x\ny</parameter>\n'
         '<parameter name="unit">C</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
     ],
+    **{
+        name: [
+            f'<｜DSML｜{tag}>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">x\ny'
+            '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            f'<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜{tag}>'
+        ]
+        for name, tag in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    },
     "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
     "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
     "functools": ['functools[{"name": "weather", "arguments": {"city": "x"}}, {"name": "now", "arguments": {}}]'],
@@ -103,7 +112,17 @@ TEXTS = {
     ],
     "json": ['{"name": "weather", "arguments": {"city": "x"}}'],
 }
-PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+PLAIN = (
+    "｜DSML｜",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+)
 SPECIAL = (
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁sep｜>", "<|tool_call_argument_begin|>", *MARKERS,
     "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>",
@@ -241,6 +260,11 @@ BOOKINGS = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="book">\n<parameter name="at">{"city": "x", "next": {"city": "y"}}'
     '</parameter>\n<parameter name="by">rail</parameter>\n<parameter name="note">null</parameter>\n'
     '<parameter name="via">[{"city": "z"}]</parameter>\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="book">\n<｜DSML｜parameter name="at" string="false">'
+    '{"city": "x", "next": {"city": "y"}}</｜DSML｜parameter>\n<｜DSML｜parameter name="by" string="true">rail'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="note" string="false">null</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="via" string="false">[{"city": "z"}]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜tool_calls>",
     "gemma4": '<|tool_call>call:book{at:{city:<|"|>x<|"|>,next:{city:<|"|>y<|"|>}},by:<|"|>rail<|"|>,note:null,'
     'via:[{city:<|"|>z<|"|>}]}<tool_call|>',
 }

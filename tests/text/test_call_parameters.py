@@ -13,12 +13,21 @@ from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.call_grammar import Calls, behind_reasoning, call_grammar
 from jaxsgl.text.calls import FORMS
 from jaxsgl.text.dialects import Dialect
+from jaxsgl.text.json_text import BROKEN, decoded
 from jaxsgl.text.parameters import without_annotations
 from jaxsgl.text.tool_schemas import standard
 from tests.text.test_call_grammars import grammars
 
-OF_PARAMETERS = ("qwen3_coder", "glm45", "minimax_m2", "olmo3", "lfm2", "gemma4")  # forms that write them one by one
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2")
+OF_PARAMETERS = (
+    "qwen3_coder",
+    "glm45",
+    "minimax_m2",
+    "deepseek_v4",
+    "olmo3",
+    "lfm2",
+    "gemma4",
+)  # forms that write them one by one
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v4")
 Schema = dict[str, Any]
 
 
@@ -41,6 +50,9 @@ def call_of(name: str, **arguments: str) -> str:
         case "minimax_m2":
             inner = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in arguments.items())
             return f'<minimax:tool_call>\n<invoke name="f">\n{inner}</invoke>\n</minimax:tool_call>'
+        case "deepseek_v4":
+            inner = "".join(f"{dsml_parameter(key, text)}\n" for key, text in arguments.items())
+            return f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n{inner}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
         case "gemma4":
             inner = ",".join(f'{key}:<|"|>{text}<|"|>' for key, text in arguments.items())
             return f"<|tool_call>call:f{{{inner}}}<tool_call|>"
@@ -49,6 +61,18 @@ def call_of(name: str, **arguments: str) -> str:
         "olmo3": f"<function_calls>\nf({inner})\n</function_calls>",
         "lfm2": f"<|tool_call_start|>[f({inner})]<|tool_call_end|>",
     }[name]
+
+
+def dsml_parameter(key: str, text: str) -> str:
+    """Returns a parameter as DeepSeek writes it: what is JSON counts as such."""
+    is_text = decoded(text) is BROKEN
+    return f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">{text}</｜DSML｜parameter>'
+
+
+def as_texts(call: str, *keys: str) -> str:
+    """Returns a call in which the parameters `keys` are texts, whatever they look like."""
+    names = "|".join(keys)
+    return re.sub(rf'(name="(?:{names})" string=)"false"', r'\1"true"', call)
 
 
 def read(name: str, schema: Schema, text: str) -> Any:
@@ -195,10 +219,11 @@ def test_texts_of_strict_tools_hold_to_their_limits(name: str) -> None:
             schema = {"type": "object", "properties": {"q": part}, "required": ["q"], "$defs": {"T": text}}
             lark = lark_of(name, schema, strict=frozenset({"f"}))
             for value in good:
-                assert of.allows(lark, call_of(name, q=value)), (part, value)
-                assert read(name, schema, call_of(name, q=value))
+                call = as_texts(call_of(name, q=value), "q")
+                assert of.allows(lark, call), (part, value)
+                assert read(name, schema, call)
             for value in bad:
-                call = call_of(name, q=value)
+                call = as_texts(call_of(name, q=value), "q")
                 told, is_whole = of.follow(lark, of.backend.encode(call).ids)
                 before_end = call[: call.rindex("</", 0, call.rindex("</"))]
                 assert not is_whole
@@ -225,6 +250,40 @@ def test_what_calls_in_tags_cannot_hold_to_is_refused_of_strict_tools(schema: Sc
             lark_of(name, schema, strict=frozenset({"f"}))
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_text", "text", "value"),
+    [
+        ({"type": "integer"}, True, "5", "5"),
+        ({"type": "string"}, True, ' "5"\n', ' "5"\n'),
+        ({"type": ["string", "integer"]}, True, "5", "5"),
+        ({"type": ["string", "integer"]}, False, "5", 5),
+        ({"type": "string"}, False, '"a"', "a"),
+        ({"type": "string"}, False, "5", "5"),
+        ({"description": "unknown"}, False, "[5]", [5]),
+        ({"type": "boolean"}, False, "True", True),
+        ({"type": "integer"}, False, "many", "many"),
+    ],
+)
+def test_deepseeks_tags_say_whether_a_value_is_a_text(schema: Any, is_text: bool, text: str, value: object) -> None:
+    call = call_of("deepseek_v4", q="0").replace('"false">0', f'"{str(is_text).lower()}">{text}')
+    assert read("deepseek_v4", {"type": "object", "properties": {"q": schema}}, call) == {"q": value}
+
+
+def test_deepseeks_tags_say_what_the_schema_says() -> None:
+    of, strict = grammars(True), frozenset({"f"})
+    for schema, text, others in (
+        ({"type": "string"}, '"true">5', ['"false">5', '"maybe">5', ">5"]),
+        ({"type": "integer"}, '"false">5', ['"true">5', '"false">x']),
+        ({"type": ["string", "integer"], "maxLength": 2}, '"true">xy', ['"true">xyz', '"false">1.5']),
+        ({"enum": ["C", 5]}, '"true">C', ['"true">5', '"true">F', '"false">6']),
+    ):
+        lark = lark_of("deepseek_v4", {"type": "object", "properties": {"q": schema}, "required": ["q"]}, strict=strict)
+        call = call_of("deepseek_v4", q="0")
+        assert of.allows(lark, "I look.\n\n" + call.replace('"false">0', text)), schema
+        for other in others:
+            assert not of.allows(lark, call.replace('"false">0', other)), (schema, other)
+
+
 PLACE: Schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 LOOSE: dict[str, tuple[Schema, str, Any]] = {  # a parameter in words that few know, a value in tags, and what it is
     "Python's types": ({"type": "float"}, "1.5", 1.5),
@@ -245,8 +304,9 @@ def test_tools_that_are_not_strict_may_be_described_in_other_words() -> None:
     told = {f"x{number}": value for number, (*_, value) in enumerate(LOOSE.values())}
     schema = standard(given, is_strict=False)
     for name in TAGGED:
-        assert grammars(True).allows(lark_of(name, schema), call_of(name, **values)), name
-        assert read(name, schema, call_of(name, **values)) == told
+        call = as_texts(call_of(name, **values), "x1")
+        assert grammars(True).allows(lark_of(name, schema), call), name
+        assert read(name, schema, call) == told
     for name in ("hermes", *OF_PARAMETERS):
         grammars(True).compiler.compile(lark_of(name, schema, required=True))
 
