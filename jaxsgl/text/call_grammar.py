@@ -174,9 +174,16 @@ class Lark:
         self._rules[int(name[1:])] = f"{name}: {expression}"
 
     def mark(self, text: str) -> str:
-        """Returns the expression of a marker: a token's id, or a text; nothing for no marker."""
+        """Returns the expression of a marker: a token's id, a text, or texts around a token; nothing for no marker."""
         token_id = self._token_of(text)
+        if token_id is None and (around := self._around_token(text)) is not None:
+            return " ".join(part for part in map(self.mark, around) if part)
         return f"<[{token_id}]>" if token_id is not None else literal(text)
+
+    def _around_token(self, text: str) -> tuple[str, str, str] | None:
+        """Returns what stands before the token in a tag of DeepSeek's, that, and what stands behind it."""
+        around = text.partition(DSML)
+        return around if around[1] not in ("", text) and self._token_of(DSML) is not None else None
 
     def marks(self, text: str) -> str:
         """Returns the expression of a text that may hold markers that are tokens."""
@@ -184,8 +191,7 @@ class Lark:
 
     def free(self, name: str, *excluded: str) -> str:
         """Adds the terminal `name`: any text without the texts `excluded`."""
-        without = "".join(rf" & ~/(.|\n)*{_regex(text)}(.|\n)*/" for text in excluded)
-        return self.terminal(name, rf"/(.|\n)*/{without}")
+        return self.terminal(name, rf"/(.|\n)*/{''.join(map(_without, excluded))}")
 
     def terminal(self, name: str, regex: str) -> str:
         """Adds a terminal and returns its name."""
@@ -205,12 +211,19 @@ class Lark:
             return f"{self.rule(self.free(name, marker), f'max_tokens={most_tokens}')} {self.mark(marker)}"
         if self._token_of(marker) is not None:
             return f"{self.free(name, marker)} {self.mark(marker)}"
+        if (around := self._around_token(marker)) is not None:
+            begun = self.terminal(f"{name}_MARK", rf"/(.|\n)*{_regex(around[0])}/{_without(marker)}")
+            return f"{begun} {self.mark(around[1])} {literal(around[2])}"
         ends = " | ".join(map(literal, (marker, *others)))
         return self.rule(f"{self.free(name)} {f'({ends})' if others else ends}", "lazy")
 
     def within(self, limits: TextLimits, marker: str) -> str:
         """Returns the expression of a text that holds to `limits`, up to and with `marker`."""
         is_token = self._token_of(marker) is not None
+        if (around := self._around_token(marker)) is not None:
+            begun = f"({limits.without_end(marker, True)}) {literal(around[0])}"
+            text = self.terminal(f"WITHIN{len(self._terminals)}", begun)
+            return f"{text} {self.mark(around[1])} {literal(around[2])}"
         text = self.terminal(f"WITHIN{len(self._terminals)}", limits.without_end(marker.strip(), is_token))
         return f"{text} {self.mark(marker)}" if is_token else self.rule(f"{text} {literal(marker)}", "lazy")
 
@@ -296,6 +309,11 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
+def _without(text: str) -> str:
+    """Returns what a terminal's expression ends with if it holds no `text`."""
+    return rf" & ~/(.|\n)*{_regex(text)}(.|\n)*/"
+
+
 def _regex(text: str) -> str:
     return "".join("\\" + char if char in _META else "\\n" if char == "\n" else char for char in text)
 
@@ -366,7 +384,7 @@ class _Writer:
         return "" if self._form.section is None else self._lark.mark(self._form.section[1])
 
     def _is_token(self, text: str) -> bool:
-        return self._lark.mark(text).startswith("<[")
+        return "<[" in self._lark.mark(text)
 
     def _close(self) -> str:
         form = self._form
