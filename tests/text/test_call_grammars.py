@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,12 @@ SPECIAL = (
 class Grammars:
     """A tokenizer, and what the engine's compiler makes of grammars for it."""
 
-    def __init__(self, with_markers: bool) -> None:
+    def __init__(self, plain: Sequence[str] = (), special: Sequence[str] = ()) -> None:
         backend = byte_level()
-        if with_markers:
-            backend.add_tokens([AddedToken(text, special=False) for text in PLAIN])
-            backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+        backend.add_tokens([AddedToken(text, special=False) for text in plain])
+        backend.add_special_tokens([AddedToken(text, special=True) for text in special])
         self.backend = backend
-        eos_id: int = backend.get_vocab()["<|return|>" if with_markers else "<|end|>"]
+        eos_id: int = backend.get_vocab()["<|return|>" if "<|return|>" in special else "<|end|>"]
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer = load_tokenizer(save(backend, Path(folder)))
             self.compiler = Compiler(Path(folder), backend.get_vocab_size(), [eos_id])
@@ -159,7 +159,7 @@ class Grammars:
 
 @cache
 def grammars(with_markers: bool) -> Grammars:
-    return Grammars(with_markers)
+    return Grammars(PLAIN, SPECIAL) if with_markers else Grammars()
 
 
 def lark_of(
@@ -274,6 +274,16 @@ def test_parameters_hold_to_schemas_that_are_referred_to(name: str) -> None:
         parser = Dialect(calls=FORMS[name]).parser({"book": BOOK}, constrained=constrained)
         parts = parser.feed(text) + parser.finish()
         assert json.loads("".join(part.text for part in parts if part.kind == "arguments")) == BOOKED
+
+
+def test_deepseeks_mark_may_be_special_or_not() -> None:
+    for of, is_unit in ((Grammars(), False), (Grammars(plain=["｜DSML｜"]), False), (grammars(True), True)):
+        lark = lark_of(of, "deepseek_v4", THINK, True)
+        assert (lark.text.count("<[") > 10) == (of.tokenizer.unit_of("｜DSML｜") is not None) == is_unit
+        text = "Hm: <｜DS.</think>I look: 1 < 2.\n\n" + TEXTS["deepseek_v4"][0]
+        assert of.allows(lark, text)
+        assert not of.allows(lark, text.replace("now", "then"))
+        assert not of.allows(lark, text.replace("</｜DSML｜invoke>", "</｜DSML｜parameter>"))
 
 
 def test_what_no_grammar_can_say_of_arguments_is_left_out_unless_the_tool_is_strict() -> None:
