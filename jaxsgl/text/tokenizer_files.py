@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.json_file import read_object
+from jaxsgl.text.deepseek import DEEPSEEKS, ENCODING_V4, deepseeks_template
 from jaxsgl.text.kimi_tokenizer import CLASS, KimiTokenizer, kimi_tokenizer
 from jaxsgl.text.voxtral import VOXTRAL_TEMPLATE, has_voxtrals_words
 
@@ -43,9 +44,18 @@ class TokenizerFiles:
         template = self._json("chat_template.json").get("chat_template")
         if found.chat_template is None and isinstance(template, str):  # processors keep it there, tokenizers don't
             found.chat_template = template
+        if found.chat_template is None:
+            found.chat_template = self._deepseeks_template()
         if self._json("sentence_bert_config.json").get("do_lower_case"):
             _take_small_letters(found)
         return found
+
+    def _deepseeks_template(self) -> str | None:
+        model_type = self._json("config.json").get("model_type")
+        if model_type not in DEEPSEEKS:
+            return None
+        program = self._path(ENCODING_V4)
+        return deepseeks_template(model_type, "" if program is None else program.read_text("utf-8"))
 
     def _kimi(self, config: dict[str, Any]) -> Any:
         if self._path("tokenizer.json") is not None:
