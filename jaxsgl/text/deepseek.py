@@ -12,9 +12,10 @@ import json
 V32, V4 = "deepseek_v32", "deepseek_v4"
 DEEPSEEKS = (V32, V4)  # values of model_type
 
-# The words that the models were trained with: of tools, before and behind their schemas, and of the effort.
+# The words that the models were trained with: of tools, before and behind their schemas, and of the effort. Blank lines
+# are those of DeepSeek's own examples of prompts.
 _TOOLS_V32 = (
-    "\n\n## Tools\n"
+    "\n\n## Tools\n\n"
     "You have access to a set of tools you can use to answer the user's question.\n"
     'You can invoke functions by writing a "<｜DSML｜function_calls>" block like the following as part of your reply '
     "to the user:\n"
@@ -26,19 +27,19 @@ _TOOLS_V32 = (
     '<｜DSML｜invoke name="$FUNCTION_NAME2">\n'
     "...\n"
     "</｜DSML｜invoke>\n"
-    "</｜DSML｜function_calls>\n"
+    "</｜DSML｜function_calls>\n\n"
     "String and scalar parameters should be specified as is without any escaping or quotes, while lists and objects "
     'should use JSON format. The "string" attribute should be set to "true" for string type parameters and "false" for '
-    "other types (numbers, booleans, arrays, objects).\n"
+    "other types (numbers, booleans, arrays, objects).\n\n"
     "If the thinking_mode is enabled, then after function results you should strongly consider outputting a thinking "
-    "block. Here is an example:\n"
+    "block. Here is an example:\n\n"
     "<｜DSML｜function_calls>\n"
     "...\n"
-    "</｜DSML｜function_calls>\n"
+    "</｜DSML｜function_calls>\n\n"
     "<function_results>\n"
     "...\n"
-    "</function_results>\n"
-    "<think>...thinking about results</think>\n"
+    "</function_results>\n\n"
+    "<think>...thinking about results</think>\n\n"
     "Here are the functions available in JSONSchema format:\n"
     "<functions>\n",
     "\n</functions>\n",

@@ -55,7 +55,7 @@ class TokenizerFiles:
         if model_type not in DEEPSEEKS:
             return None
         program = self._path(ENCODING_V4)
-        return deepseeks_template(model_type, "" if program is None else program.read_text("utf-8"))
+        return deepseeks_template(model_type, "" if program is None else program.read_text("utf-8", "replace"))
 
     def _kimi(self, config: dict[str, Any]) -> Any:
         if self._path("tokenizer.json") is not None:

@@ -93,7 +93,7 @@ def test_the_reasoning_of_earlier_turns_is_dropped(v32: Tokenizer, v4: Tokenizer
 def test_v32s_calls_and_results_in_the_order_of_the_calls(v32: Tokenizer, thinking: bool, begin: str) -> None:
     text = v32.render_chat(TURNS, TemplateOptions(tools=TOOLS, variables={"thinking": thinking}))
     before, behind = text.split(f"\n<functions>\n{SCHEMAS}\n</functions>\n")
-    assert before.startswith(f"{BOS}Be brief.\n\n## Tools\nYou have access to a set of tools you can use to answer")
+    assert before.startswith(f"{BOS}Be brief.\n\n## Tools\n\nYou have access to a set of tools you can use to ans")
     assert behind == (
         f"{USER}hello{ANSWER}</think>hi{EOS}{USER}When?{ANSWER}{begin}{WRITTEN_CALLS.format('function_calls')}"
         "\n\n<function_results>\n<result>done</result>\n<result>noon</result>\n</function_results>\n\n"
@@ -114,6 +114,12 @@ def test_v4s_results_are_the_users_and_with_tools_all_reasoning_is_kept(v4: Toke
         f"{USER}<tool_result>done</tool_result>\n\n<tool_result>noon</tool_result>\n\nSo?{ANSWER}"
         + ("<think>" if thinking else "</think>")
     )
+
+
+def test_the_templates_show_in_which_section_calls_stand(v32: Tokenizer, v4: Tokenizer) -> None:
+    for tokenizer, own, others in ((v32, "function_calls", "tool_calls>"), (v4, "tool_calls", "function_calls")):
+        template = str(tokenizer.chat_template)
+        assert f"<｜DSML｜{own}>" in template and others not in template
 
 
 def test_a_message_is_continued(v32: Tokenizer, v4: Tokenizer) -> None:
