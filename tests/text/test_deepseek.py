@@ -117,9 +117,10 @@ def test_v4s_results_are_the_users_and_with_tools_all_reasoning_is_kept(v4: Toke
 
 
 def test_the_templates_show_in_which_section_calls_stand(v32: Tokenizer, v4: Tokenizer) -> None:
-    for tokenizer, own, others in ((v32, "function_calls", "tool_calls>"), (v4, "tool_calls", "function_calls")):
-        template = str(tokenizer.chat_template)
-        assert f"<｜DSML｜{own}>" in template and others not in template
+    for tokenizer, section in ((v32, "function_calls"), (v4, "tool_calls")):
+        calls = dialect_of(tokenizer.chat_template).calls
+        assert calls is not None and calls.opens == (f"<｜DSML｜{section}>",)
+        assert calls.close == f"</｜DSML｜{section}>"
 
 
 def test_a_message_is_continued(v32: Tokenizer, v4: Tokenizer) -> None:
