@@ -89,7 +89,7 @@ def test_a_stream_adds_up_to_the_whole_answer(http: httpx.Client) -> None:
 
 
 def test_reasoning_comes_apart_unless_it_is_not_wanted(http: httpx.Client) -> None:
-    for think, thinking in ((None, "Hm"), (True, "<think>Hm"), (False, None)):  # the prompt opens it where it is true
+    for think, thinking in ((None, "Hm"), (True, "Hm"), (False, None)):  # the prompt opens it where it is true
         message = whole(http, "/api/chat", say("<think>Hm</think>Yes", think=think))["message"]
         assert (message["content"], message.get("thinking")) == ("Yes", thinking)
     answer = whole(http, "/api/generate", {"prompt": "Hm</think>Yes", "think": "low"})

@@ -10,7 +10,6 @@ import pytest
 from http_calls import connect, post, refusal, say
 from server_process import ServerProcess
 
-import jaxsgl
 from jaxsgl.text.tokenizer import Tokenizer
 
 JSON = {"content-type": "application/json"}
@@ -132,10 +131,6 @@ def test_special_tokens_come_back_as_each_api_has_them_or_as_asked(http: httpx.C
 def test_messages_are_tokenized_in_their_template(http: httpx.Client, tokenizer: Tokenizer) -> None:
     expected = tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n")
     assert post(http, "/tokenize", messages=say("hello"))["tokens"] == expected
-
-
-def test_the_version_is_told_under_vllms_name(http: httpx.Client) -> None:
-    assert http.get("/version").json() == {"version": jaxsgl.__version__}
 
 
 def test_the_list_of_models_may_be_asked_for_with_a_slash(http: httpx.Client) -> None:

@@ -222,7 +222,7 @@ def test_parts_that_are_all_texts_are_one_content(stub: pb_grpc.JaxsglStub, toke
         (ids_request(5, min_tokens=3, max_tokens=2), ["min_tokens is 3", "max_tokens=2"]),
         (ids_request(5, stop=[""]), ["length of a stop string is 0", "1 to 256"]),
         (ids_request(5, stop=["x" * 257]), ["257", "1 to 256"]),
-        (ids_request(5, stop=["x"] * 17), ["17", "0 to 16"]),
+        (ids_request(5, stop=["x"] * 65), ["65", "0 to 64"]),
         (ids_request(5, logprobs=21), ["logprobs is 21", "0 to 20"]),
         (ids_request(5, prompt_logprobs=-1), ["prompt_logprobs is -1"]),
         (ids_request(5, n=0), ["n is 0", "1 to 128"]),

@@ -1,9 +1,10 @@
-"""vLLM's names for what operators ask of a server: its version, an empty prefix cache, and sleep.
+"""vLLM's names for what operators ask of a server: an empty prefix cache, and sleep.
 
     /reset_prefix_cache    /flush_cache
     /sleep, /wake_up       /release_memory_occupation, /resume_memory_occupation
 
-The orders are the same as SGLang's (sglang/admin.py), and so is what they wait for. app.py includes the router.
+The orders are the same as SGLang's (sglang/admin.py), and so is what they wait for. There is no /version: by it a
+gateway tells vLLM, whose pages go other ways between servers. app.py includes the router.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.engines.link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
@@ -27,11 +27,6 @@ def router(front_end: FrontEnd) -> APIRouter:
     """Returns the endpoints, for `front_end`."""
     router = APIRouter(route_class=StrictJson, tags=["vllm"])
     engine = front_end.engine
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        """The version of this server."""
-        return {"version": jaxsgl.__version__}
 
     @router.post("/reset_prefix_cache")
     @while_connected
