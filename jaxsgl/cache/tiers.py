@@ -45,7 +45,7 @@ class _Cached(NamedTuple):
 
 
 class LowerTier:
-    """What the manager tells a tier below the pool, and asks of it. This one: there is none.
+    """A tier below the pool: the manager reports each page to it, and asks it for pages. This one holds none.
 
     Attributes:
       epoch: rises with each write that ends: a waiting request may load those pages.

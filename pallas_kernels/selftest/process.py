@@ -1,6 +1,6 @@
 """What processes of tests have in common: one reads a request from its standard input, says what comes of it, and ends.
 
-Called by the `__main__` of each. Whoever starts one reads the news and holds its input open: see `report`.
+Called by the `__main__` of each. The process that starts one reads its news (`report`) and holds its input open.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _nvidia_smi() -> list[str]:
 
 
 def device_variables(config: EngineConfig, number: int = 1) -> dict[str, str]:
-    """Environment variables by which a child process takes so many of the engine's GPUs, and memory of no other.
+    """Environment variables that show a child process the first `number` of the engine's GPUs, and no other.
 
     Those that choose chips of a TPU it has from this process.
     """

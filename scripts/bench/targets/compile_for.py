@@ -61,7 +61,7 @@ def compile_all(
 
 
 def flags_of_sums(target: Target, tp: int) -> str:
-    """What XLA is told of sums over the GPUs of a host where its kernels have won the trial at the start."""
+    """XLA's flag for sums over the GPUs of one host, as an engine sets it after its trial; "" for other devices."""
     from jaxsgl.engine.kernels.sums import FLAGS, KERNELS
 
     return FLAGS[KERNELS] if target.platform == "cuda" and 1 < tp <= GPUS_OF_A_HOST else ""
